@@ -6,7 +6,7 @@ mistake it is.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def check(
         got = [_answer(attempt, case) for case in trials]
     except NotImplementedError:
         got = [None]
-    except Exception as error:  # the reader's own code may raise anything
+    except Exception as error:  # noqa: BLE001 - the reader's own code may raise anything
         print(f"{label}: not yet, it raised {type(error).__name__}: {error}")
         return False
     if any(value is None or value is Ellipsis for value in got):

@@ -1,4 +1,5 @@
 """The exercise checker must tell right from nearly right from wrong."""
+
 import pytest
 import torch
 

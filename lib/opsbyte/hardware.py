@@ -1,8 +1,19 @@
-"""Accelerators: what a machine can compute, move and hold."""
+"""Accelerators: what a machine can compute, move and hold.
+
+Every constant lives in `data/accelerators.toml`, with its source and the date
+it was looked up. Peaks are dense (never the doubled "with sparsity" figure),
+GB is 1e9 bytes, and a multiply-add is 2 FLOPs.
+"""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
 
 # Bits per stored element. mxfp4: 32 fp4 values share one 8-bit scale.
 DTYPE_BITS = {
@@ -13,7 +24,17 @@ DTYPE_BITS = {
 
 def dtype_bytes(dtype: str) -> float:
     """Bytes per element of `dtype`. Raises ValueError on an unknown name."""
-    raise NotImplementedError
+    if dtype not in DTYPE_BITS:
+        raise ValueError(unknown("dtype", dtype, DTYPE_BITS))
+    return DTYPE_BITS[dtype] / 8
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """An error text for a `name` that is not in `known`: near matches, or all."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+    return f"{what}: unknown name {name!r}; {hint}"
 
 
 @dataclass(frozen=True)
@@ -31,11 +52,67 @@ class Accelerator:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
     date: str = ""
+    notes: str = ""                # where sources disagree, and which one is used
+
+    def __post_init__(self):
+        for name in ("flops", "efficiency"):
+            frozen = MappingProxyType(dict(getattr(self, name)))
+            object.__setattr__(self, name, frozen)
+        for dtype in (*self.flops, *self.efficiency):
+            dtype_bytes(dtype)
+        positive = {"bandwidth": self.bandwidth, "memory": self.memory}
+        positive |= {f"flops[{d!r}]": rate for d, rate in self.flops.items()}
+        for name, value in positive.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be positive and finite, got {value!r}")
+
+    def __hash__(self):
+        return hash((self.name, self.bandwidth, self.memory))
 
     def peak(self, dtype: str) -> float:
-        """Dense peak FLOP/s for `dtype`; KeyError-like ValueError lists known."""
-        raise NotImplementedError
+        """Dense peak FLOP/s for `dtype`. Raises ValueError, listing the known."""
+        if dtype not in self.flops:
+            raise ValueError(unknown(f"dtype on {self.name}", dtype, self.flops))
+        return self.flops[dtype]
 
     def ops_per_byte(self, dtype: str) -> float:
         """The ridge: peak FLOP/s over bytes/s."""
-        raise NotImplementedError
+        return self.peak(dtype) / self.bandwidth
+
+
+@cache
+def _catalogue() -> dict[str, Accelerator]:
+    """The data file, read once. Its units (TFLOP/s, GB/s, GB, us) become SI."""
+    text = resources.files(__package__).joinpath("data/accelerators.toml").read_text(
+        encoding="utf-8")
+    return {name: _from_table(name, row) for name, row in tomllib.loads(text).items()}
+
+
+def _from_table(name: str, row: dict) -> Accelerator:
+    link = row.get("link_gbs")
+    return Accelerator(
+        name=name,
+        label=row["label"],
+        flops={dtype: tera * 1e12 for dtype, tera in row["tflops"].items()},
+        bandwidth=row["bandwidth_gbs"] * 1e9,
+        memory=row["memory_gb"] * 1e9,
+        link_bandwidth=None if link is None else link * 1e9,
+        overhead=row.get("overhead_us", 0.0) * 1e-6,
+        efficiency=row.get("efficiency", {}),
+        source=row["source"],
+        date=row["date"],
+        notes=row.get("notes", ""),
+    )
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """All accelerators of the catalogue, in its order."""
+    return tuple(_catalogue().values())
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator called `name`. Raises ValueError with near matches."""
+    known = _catalogue()
+    if name not in known:
+        raise ValueError(unknown("accelerator", name, known))
+    return known[name]

@@ -1,0 +1,88 @@
+"""The book's Sphinx extension: local mathematics, and pages that need a base URL.
+
+* Formulas are typeset by the copy of KaTeX in `_ext/katex`, loaded only by pages that
+  have formulas, so that no page asks another host for anything.
+* Buttons that open a notebook on Binder or Colab, and those that lead to the repository,
+  appear when `repository: url:` in `_config.yml` names one.
+* The 404 page, the sitemap and social cards need to know where the book is hosted. They
+  take it from `html: baseurl:` in `_config.yml`; without one, the 404 page assumes the
+  root of a host, and the other two are left out.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from docutils import nodes
+
+KATEX = Path(__file__).parent / "katex"
+FILES = ("katex.min.css", "katex.min.js", "render.js")
+
+
+def visit_math(translator, node) -> None:
+    tag = translator.starttag(node, "span", "", CLASS="math tex notranslate nohighlight")
+    translator.body.append(f"{tag}{translator.encode(node.astext())}</span>")
+    raise nodes.SkipNode
+
+
+def visit_displaymath(translator, node) -> None:
+    tag = translator.starttag(node, "div", "", CLASS="math tex notranslate nohighlight")
+    translator.body.append(f"{tag}{translator.encode(node.astext().strip())}</div>\n")
+    raise nodes.SkipNode
+
+
+def load_katex(app, pagename, templatename, context, doctree) -> None:
+    """Add KaTeX to a page that has formulas."""
+    if not app.env.get_domain("math").has_equations(pagename):
+        return
+    app.add_css_file("katex/katex.min.css")
+    app.add_js_file("katex/katex.min.js", loading_method="defer")
+    app.add_js_file("katex/render.js", loading_method="defer")
+
+
+def copy_katex(app, exception) -> None:
+    """Copy the files themselves; Jupyter Book would load all of _static everywhere."""
+    if exception or app.builder.format != "html":
+        return
+    target = Path(app.outdir) / "_static" / "katex"
+    for source in [*(KATEX / name for name in FILES), *KATEX.glob("fonts/*.woff2")]:
+        file = target / source.relative_to(KATEX)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(source.read_bytes())
+
+
+def use_repository(app, config) -> None:
+    """Show the buttons that need a public repository where there is one."""
+    options = config.html_theme_options
+    if not options.get("repository_url"):
+        return
+    options["launch_buttons"] = {
+        "notebook_interface": "jupyterlab",
+        "binderhub_url": "https://mybinder.org",
+        "colab_url": "https://colab.research.google.com",
+    }
+    for button in ("repository", "issues", "edit_page"):
+        options[f"use_{button}_button"] = True
+
+
+def use_base_url(app, config) -> None:
+    """Pass the place where the book is hosted on to the pages that need it."""
+    path = urlsplit(config.html_baseurl or "").path.rstrip("/")
+    config.notfound_urls_prefix = f"{path}/"
+    if config.html_baseurl:
+        config.ogp_site_url = config.html_baseurl
+        app.setup_extension("sphinx_sitemap")
+        app.setup_extension("sphinxext.opengraph")
+        config.sitemap_url_scheme = "{link}"
+
+
+def setup(app):
+    app.add_html_math_renderer(
+        "katex", (visit_math, None), (visit_displaymath, None)
+    )
+    app.setup_extension("notfound.extension")
+    app.connect("config-inited", use_repository, priority=1)
+    app.connect("config-inited", use_base_url, priority=1)
+    app.connect("html-page-context", load_katex)
+    app.connect("build-finished", copy_katex)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -289,7 +289,7 @@ class ModelConfig:
         that names a size and that it does not read. A key that is absent takes
         the default that the transformers library documents for that family.
         """
-        from opsbyte import _hf    # only who reads a config.json pays for it
+        from opsbyte import _hf  # only who reads a config.json pays for it
 
         return _hf.convert(config, name=name)
 

@@ -196,7 +196,7 @@ def prefill(model: ModelConfig, tokens: int, batch: int = 1, *,
         raise ValueError(f"logits must be one of {LOGITS}, got {logits!r}")
     weight_dtype = weight_dtype or dtype
     dtype_bytes(dtype)
-    p = _Pass(B=batch, T=tokens, S=context, d=model.d_model,
+    p = Pass(B=batch, T=tokens, S=context, d=model.d_model,
               w=dtype_bytes(weight_dtype), c=dtype_bytes(cache_dtype or dtype),
               s=dtype_bytes(state_dtype), a=dtype_bytes(activation_dtype or dtype),
               affine=model.norm_bias, causal=causal, fused=fused, absorb=absorb)
@@ -207,7 +207,7 @@ def prefill(model: ModelConfig, tokens: int, batch: int = 1, *,
     heads = {"last": batch, "all": p.n, "none": 0}[logits]
     if heads:
         operators.append(p.linear("head", p.d, model.vocab, n=heads))
-    return Cost(_merge(operators), dtype, weight_dtype)
+    return Cost(merge(operators), dtype, weight_dtype)
 
 
 def decode(model: ModelConfig, context: int, batch: int = 1, *,
@@ -221,6 +221,13 @@ def decode(model: ModelConfig, context: int, batch: int = 1, *,
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
     return prefill(model, width, batch, context=context, logits="all", **options)
+
+
+def diffusion_step(model, image_tokens: int, batch: int = 1, **options) -> Cost:
+    """Cost of one denoising step: see `opsbyte.diffusion.step` (built on this)."""
+    from opsbyte.diffusion import step
+
+    return step(model, image_tokens, batch, **options)
 
 
 def memory(model: ModelConfig, tokens: int, batch: int = 1, *,
@@ -260,7 +267,7 @@ def experts_touched(experts: int, active: int, tokens: int) -> float:
     return experts * (1 - (1 - active / experts) ** tokens)
 
 
-def _merge(operators: Iterable[Operator]) -> tuple[Operator, ...]:
+def merge(operators: Iterable[Operator]) -> tuple[Operator, ...]:
     merged: dict[str, Operator] = {}
     for o in operators:
         merged[o.name] = merged[o.name] + o if o.name in merged else o
@@ -268,7 +275,7 @@ def _merge(operators: Iterable[Operator]) -> tuple[Operator, ...]:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """The symbols of one pass, and a method for each kind of layer."""
 
     B: int
@@ -320,29 +327,32 @@ class _Pass:
                                 weights=tables * nd)
 
     def attend(self, name: str, heads: int, q_dim: int, v_dim: int, *,
-               pairs: int, kv_bytes: tuple[float, float], kind: str,
-               weights: float = 0) -> list[Operator]:
-        """softmax(q k') v for `heads` query heads; k and v are `kv_bytes`.
+               keys: int, pairs: int, kv_bytes: tuple[float, float],
+               cached: bool = True, weights: float = 0) -> list[Operator]:
+        """softmax(q k') v for `heads` query heads over `keys` keys a sequence.
 
-        2 q_dim + SOFTMAX + 2 v_dim FLOPs per visible pair and head.
+        2 q_dim + SOFTMAX + 2 v_dim FLOPs per head and pair, of `pairs` a
+        sequence. `kv_bytes`: the keys' and the values', in the cache or not.
         """
         pairs *= self.B * heads
         q, o = self.n * heads * q_dim, self.n * heads * v_dim
         k_bytes, v_bytes = kv_bytes
 
         def operator(suffix, flops, elements, kv=0.0):
-            cache = kind == "cache"
-            return Operator(
-                name + suffix, flops, weights * self.w, kv if cache else 0.0,
-                elements * self.a + (0.0 if cache else kv))
+            return Operator(name + suffix, flops,
+                            cache_bytes=kv if cached else 0.0,
+                            activation_bytes=elements * self.a
+                            + (0.0 if cached else kv))
 
         if self.fused:
-            return [operator("", pairs * (2 * q_dim + SOFTMAX + 2 * v_dim),
-                             q + o, k_bytes + v_bytes)]
-        scores = self.n * heads * (self.S + self.T)
+            core = operator("", pairs * (2 * q_dim + SOFTMAX + 2 * v_dim),
+                            q + o, k_bytes + v_bytes)
+            return [replace(core, weight_bytes=weights * self.w)]
+        scores = self.n * heads * keys
+        softmax = operator(".softmax", SOFTMAX * pairs, 2 * scores)
         return [
             operator(".scores", 2 * q_dim * pairs, q + scores, k_bytes),
-            operator(".softmax", SOFTMAX * pairs, 2 * scores),
+            replace(softmax, weight_bytes=weights * self.w),
             operator(".values", 2 * v_dim * pairs, scores + o, v_bytes)]
 
     # ---- a layer --------------------------------------------------------
@@ -372,8 +382,8 @@ class _Pass:
         n, d, H, K, D = self.n, self.d, m.heads, m.kv_heads, m.head_dim
         q_width = H * D * (2 if m.output_gate else 1)
         pairs = visible_pairs(self.T, self.S, window=m.window, causal=self.causal)
-        keys = self.B * keys_read(self.T, self.S, window=m.window)
-        kv_bytes = keys * K * D * self.c                 # keys; values as many
+        keys = keys_read(self.T, self.S, window=m.window)
+        kv_bytes = self.B * keys * K * D * self.c        # keys; values as many
         rotated = n * (H + K) * D
         operators = [
             self.linear("attn.qkv", d, q_width + 2 * K * D, bias=m.bias),
@@ -383,7 +393,7 @@ class _Pass:
                 cache=2 * n * K * D, weights=2 * D * m.qk_norm),
             *self.attend(
                 "attn.core" + (".window" if m.window else ""), H, D, D,
-                pairs=pairs, kv_bytes=(kv_bytes, kv_bytes), kind="cache",
+                keys=keys, pairs=pairs, kv_bytes=(kv_bytes, kv_bytes),
                 weights=H * m.sinks)]
         if m.output_gate:
             operators.append(self.elementwise(
@@ -406,7 +416,7 @@ class _Pass:
         n, d, H, r = self.n, self.d, m.heads, m.kv_rank
         q_width, cached = H * (m.nope_dim + m.rope_dim), r + m.rope_dim
         q_rank = m.q_rank or 0
-        keys = self.B * (self.S + self.T)
+        keys = self.S + self.T
         pairs = visible_pairs(self.T, self.S, causal=self.causal)
         operators = [self.linear("attn.qkv_down", d, (q_rank or q_width) + cached)]
         if q_rank:
@@ -419,17 +429,19 @@ class _Pass:
         if self.absorb:
             operators += [
                 self.per_head("attn.absorb", H, m.nope_dim, r),
-                *self.attend("attn.core", H, cached, r, pairs=pairs, kind="cache",
-                             kv_bytes=(keys * cached * self.c, 0.0)),
+                *self.attend("attn.core", H, cached, r, keys=keys, pairs=pairs,
+                             kv_bytes=(self.B * keys * cached * self.c, 0.0)),
                 self.per_head("attn.expand", H, r, m.v_dim)]
         else:
             up = H * (m.nope_dim + m.v_dim)
-            k, v = keys * q_width * self.a, keys * H * m.v_dim * self.a
+            rows = self.B * keys
+            k, v = rows * q_width * self.a, rows * H * m.v_dim * self.a
             operators += [
-                Operator("attn.kv_up", 2 * keys * r * up, r * up * self.w,
-                         keys * cached * self.c, keys * up * self.a),
+                Operator("attn.kv_up", 2 * rows * r * up, r * up * self.w,
+                         rows * cached * self.c, rows * up * self.a),
                 *self.attend("attn.core", H, m.nope_dim + m.rope_dim, m.v_dim,
-                             pairs=pairs, kind="activation", kv_bytes=(k, v))]
+                             keys=keys, pairs=pairs, cached=False,
+                             kv_bytes=(k, v))]
         operators.append(self.linear("attn.out", H * m.v_dim, d, reduce=True))
         return operators
 

@@ -46,7 +46,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
     """Raise ValueError unless `kv_heads` divides `heads`."""
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"q: got {heads} heads, want a positive multiple of the {kv_heads} key heads"
+            f"q: got {heads} heads, want a multiple of the {kv_heads} key heads, not 0"
         )
 
 

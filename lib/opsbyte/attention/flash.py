@@ -12,7 +12,9 @@ same way through their log-sum-exp, m + log l: that is split-K decoding.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -67,7 +69,7 @@ def flash_attention(
             rows, tiles, first=first, kv_heads=k.shape[1], value_dim=v.shape[3],
             scale=scale, traffic=traffic, **mask,
         )
-        outs.append(out), lses.append(lse)
+        outs.append(out := out.to(q.dtype)), lses.append(lse)
         if traffic is not None:
             traffic.load(rows), traffic.store(out)
             if return_lse:
@@ -95,14 +97,16 @@ def online_softmax(
 
     q `(B, Hq, Tq, D)` at positions `first`, `first` + 1, …; each tile is the
     position of its first key, keys `(B, Hkv, n, D)` and values `(B, Hkv, n,
-    Dv)`. Returns out `(B, Hq, Tq, Dv)` and log-sum-exp `(B, Hq, Tq)`.
+    Dv)`. Returns out `(B, Hq, Tq, Dv)` and log-sum-exp `(B, Hq, Tq)`, both in
+    the dtype that sums were kept in.
     """
     B, H, T, _ = q.shape
     groups = H // kv_heads
-    rows = accumulator(group(q, kv_heads)) * scale            # (B, Hkv, G·T, D)
+    # Powers of 2 are cheaper than powers of e: scores come in units of ln 2.
+    rows = accumulator(group(q, kv_heads)) * (scale / math.log(2))
     positions = torch.arange(first, first + T, device=q.device).repeat(groups)
     m = rows.new_full(rows.shape[:3], torch.finfo(rows.dtype).min).unsqueeze(-1)
-    l = torch.zeros_like(m)                                   # noqa: E741
+    l = torch.zeros_like(m)
     acc = rows.new_zeros(*rows.shape[:3], value_dim)
 
     for start, k, v in tiles:
@@ -114,17 +118,17 @@ def online_softmax(
         # The maximum only guards against overflow: it cancels in the result,
         # so no gradient flows through it.
         m_new = torch.maximum(m, s.detach().amax(-1, keepdim=True))
-        p = s.sub_(m_new).exp_()
-        shrink = (m - m_new).exp_()
-        l = l * shrink + p.sum(-1, keepdim=True)              # noqa: E741
+        p = s.sub_(m_new).exp2_()
+        shrink = (m - m_new).exp2_()
+        l = l * shrink + p.sum(-1, keepdim=True)
         acc = acc * shrink + weigh(p, accumulator(v), mask)
         m = m_new
         if traffic is not None:
             traffic.load(k, v)
 
     out = acc / l.masked_fill(l == 0, 1)
-    lse = m + l.log()                                         # log 0 is −inf
-    return out.reshape(B, H, T, value_dim).to(q.dtype), lse.reshape(B, H, T)
+    lse = (m + l.log2()) * math.log(2)                        # log 0 is −inf
+    return out.reshape(B, H, T, value_dim), lse.reshape(B, H, T)
 
 
 def key_tiles(
@@ -169,6 +173,134 @@ def merge_partial_attention(
     )
     if packed:
         share_a, share_b = share_a.transpose(0, 1), share_b.transpose(0, 1)
-    out = (share_a * out_a).where(share_a > 0, 0)
-    out = out + (share_b * out_b).where(share_b > 0, 0)
+    out = (share_a * out_a).where(share_a != 0, 0)
+    out = out + (share_b * out_b).where(share_b != 0, 0)
     return out.to(out_a.dtype), m + total.log()
+
+
+def split_k_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    splits: int = 8,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` with the keys cut into `splits` parts, then merged.
+
+    One query leaves a large machine idle when one tile after the other passes
+    it. Independent parts can run at the same time (Flash-Decoding, Dao et al.
+    2023). Arguments and result as `flash_attention`.
+    """
+    _check.check_tensors(q, k, v)
+    _check.check_mask(causal, window, sinks)
+    _check.check_count("splits", splits)
+    Tq, Tk = q.shape[2], k.shape[2]
+    scale = _check.resolve_scale(scale, q.shape[3])
+    size = max(1, -(-Tk // splits))                       # keys in a part
+    mask = {"causal": causal, "window": window, "sinks": sinks}
+    parts = [
+        online_softmax(
+            q, [(j, k[:, :, j : j + size], v[:, :, j : j + size])],
+            first=Tk - Tq, kv_heads=k.shape[1], value_dim=v.shape[3],
+            scale=scale, **mask,
+        )
+        for j in key_tiles(Tk - Tq, Tq, Tk, size, **mask)
+    ]
+    if not parts:
+        return flash_attention(q, k, v, scale=scale, return_lse=return_lse, **mask)
+    out, lse = reduce(lambda a, b: merge_partial_attention(*a, *b), parts)
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def keys_loaded(
+    queries: int, keys: int, *, block_q: int, block_k: int,
+    causal: bool, window: int | None = None, sinks: int = 0, last: int | None = None,
+) -> int:
+    """Keys brought in for all tiles of queries, whole tiles of keys at a time.
+
+    Without a mask, ⌈Tq / block_q⌉·Tk. With one, each tile of queries needs the
+    keys from its first row's window to its last row, rounded out to tiles, and
+    the tiles of the sinks. `last` is the last query's position, else the last
+    key's.
+    """
+    last = keys - 1 if last is None else last
+    total = 0
+    for start in range(last - queries + 1, last + 1, block_q):
+        seen = min(start + block_q, last + 1) if causal else keys
+        high = max(0, min(keys, -(-seen // block_k) * block_k))
+        low = 0 if window is None else max(0, start - window + 1) // block_k * block_k
+        first_tiles = min(low, -(-sinks // block_k) * block_k)
+        total += first_tiles + high - low
+    return total
+
+
+def flash_bytes(
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    itemsize: int = 2,
+    block_q: int = 512,
+    block_k: int = 512,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    return_lse: bool = False,
+) -> int:
+    """Bytes that `flash_attention` moves.
+
+    Queries and results once, keys and values once for each tile of queries:
+    with N queries and keys of dimension d, a head, 16 bit, no mask
+    4 N d + 4 N d ⌈N / block_q⌉.
+    """
+    dims = head_dim + (head_dim if value_dim is None else value_dim)
+    tokens = keys_loaded(
+        queries, keys, block_q=block_q, block_k=block_k,
+        causal=causal, window=window, sinks=sinks,
+    )
+    lse = heads * queries * max(4, itemsize) if return_lse else 0
+    return batch * (itemsize * dims * (heads * queries + kv_heads * tokens) + lse)
+
+
+def tile_bytes(
+    block_q: int, block_k: int, *,
+    head_dim: int, value_dim: int | None = None, itemsize: int = 2,
+) -> int:
+    """Fast memory that a head's tile needs: q, k, v; then scores, sums, result."""
+    value_dim = head_dim if value_dim is None else value_dim
+    inputs = block_q * head_dim + block_k * (head_dim + value_dim)
+    sums = block_q * (block_k + value_dim + 2)
+    return itemsize * inputs + max(4, itemsize) * sums
+
+
+def block_sizes(
+    fast_memory: int, *,
+    head_dim: int, value_dim: int | None = None, itemsize: int = 2,
+) -> tuple[int, int]:
+    """`block_q` and `block_k` that fit in `fast_memory` bytes.
+
+    Keys and values take at most a quarter, and no more rows than `head_dim`;
+    the more queries fit in the rest, the less often the keys come again. Then
+    traffic falls as N²d²/M, theorem 2 of the FlashAttention paper.
+    Raises ValueError if not even one query fits.
+    """
+    dims = {"head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
+    key_bytes = itemsize * (head_dim + (value_dim or head_dim))
+    block_k = max(1, min(head_dim, fast_memory // (4 * key_bytes)))
+    empty, one = (tile_bytes(n, block_k, **dims) for n in (0, 1))
+    block_q = (fast_memory - empty) // (one - empty)
+    if block_q < 1:
+        raise ValueError(
+            f"fast_memory: got {fast_memory} bytes, want at least {one} for one query"
+        )
+    return block_q, block_k

@@ -2,11 +2,11 @@
 
 * Formulas are typeset by the copy of KaTeX in `_ext/katex`, loaded only by pages that
   have formulas, so that no page asks another host for anything.
-* Buttons that open a notebook on Binder or Colab, and those that lead to the repository,
-  appear when `repository: url:` in `_config.yml` names one.
-* The 404 page, the sitemap and social cards need to know where the book is hosted. They
-  take it from `html: baseurl:` in `_config.yml`; without one, the 404 page assumes the
-  root of a host, and the other two are left out.
+* Buttons that open a notebook on Binder or Colab, and those that lead to the
+  repository, appear when `repository: url:` in `_config.yml` names one.
+* The 404 page, the sitemap and social cards need to know where the book is hosted.
+  They take it from `html: baseurl:` in `_config.yml`; without one, the 404 page assumes
+  the root of a host, and the other two are left out.
 """
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from docutils import nodes
 
 KATEX = Path(__file__).parent / "katex"
 FILES = ("katex.min.css", "katex.min.js", "render.js")
+CLASSES = "math tex notranslate nohighlight"
 
 
 def visit_math(translator, node) -> None:
-    tag = translator.starttag(node, "span", "", CLASS="math tex notranslate nohighlight")
+    tag = translator.starttag(node, "span", "", CLASS=CLASSES)
     translator.body.append(f"{tag}{translator.encode(node.astext())}</span>")
     raise nodes.SkipNode
 
 
 def visit_displaymath(translator, node) -> None:
-    tag = translator.starttag(node, "div", "", CLASS="math tex notranslate nohighlight")
+    tag = translator.starttag(node, "div", "", CLASS=CLASSES)
     translator.body.append(f"{tag}{translator.encode(node.astext().strip())}</div>\n")
     raise nodes.SkipNode
 
 
 def load_katex(app, pagename, templatename, context, doctree) -> None:
     """Add KaTeX to a page that has formulas."""
-    if not app.env.get_domain("math").has_equations(pagename):
+    formulas = (nodes.math, nodes.math_block)
+    if doctree is None or not any(map(list, map(doctree.findall, formulas))):
         return
     app.add_css_file("katex/katex.min.css")
     app.add_js_file("katex/katex.min.js", loading_method="defer")
@@ -80,6 +82,7 @@ def setup(app):
     app.add_html_math_renderer(
         "katex", (visit_math, None), (visit_displaymath, None)
     )
+    app.add_config_value("comments_config", {}, "")  # set by Jupyter Book, not used
     app.setup_extension("notfound.extension")
     app.connect("config-inited", use_repository, priority=1)
     app.connect("config-inited", use_base_url, priority=1)

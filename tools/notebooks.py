@@ -73,7 +73,7 @@ def content(notebook) -> list[list]:
     return [
         [
             cell.cell_type,
-            cell.source.strip("\n"),
+            cell.source.lstrip("\n").rstrip(),  # the text form drops these
             {k: v for k, v in cell.metadata.items() if k not in TRANSIENT},
         ]
         for cell in notebook.cells
@@ -139,10 +139,8 @@ def absolute_imports(text: str, package: str) -> str:
 def execution_hash(notebook) -> str:
     """Changes when the code of the notebook or of the library behind it does."""
     sources = [cell.source for cell in code_cells(notebook)]
-    plain = "\n".join(
-        "\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in s.splitlines())
-        for s in sources
-    )
+    lines = "\n".join(sources).splitlines()
+    plain = "\n".join("" if ln.lstrip()[:1] in ("%", "!") else ln for ln in lines)
     try:
         library = library_hash(plain)
     except SyntaxError:  # the run itself will say where
@@ -244,7 +242,8 @@ def is_setup(cell) -> bool:
 def refresh_setup(notebook) -> None:
     """Make the first code cell the setup cell, as the template has it now."""
     source = setup_source()
-    first = next((i for i, c in enumerate(notebook.cells) if c.cell_type == "code"), None)
+    kinds = [cell.cell_type for cell in notebook.cells]
+    first = kinds.index("code") if "code" in kinds else None
     if first is None:
         return
     if is_setup(notebook.cells[first]):
@@ -286,10 +285,9 @@ def sync(text: Path, book: Path, prefer: str | None = None) -> str:
     newest = source if side == "md" else notebook
     before = content(newest)
     refresh_setup(newest)
-    if side == "md":
-        if notebook is not None:
-            keep_outputs(newest, notebook)
-            newest.metadata[KEY] = notebook.metadata.get(KEY, {})
+    if side == "md" and notebook is not None:
+        keep_outputs(newest, notebook)
+        newest.metadata[KEY] = notebook.metadata.get(KEY, {})
     synced = digest(content(newest))
     stale = newest.metadata.get(KEY, {}).get("synced") != synced
     newest.metadata[KEY] = {**newest.metadata.get(KEY, {}), "synced": synced}
@@ -392,7 +390,7 @@ def chosen(names: list[str]) -> list[tuple[Path, Path]]:
     for stem in stems:
         if not any(pair[0].stem.startswith(stem) for pair in pairs):
             have = ", ".join(pair[0].stem for pair in pairs) or "none"
-            raise SystemExit(f"no chapter's name starts with {stem!r}; there are: {have}")
+            raise SystemExit(f"no chapter's name starts with {stem!r}; have: {have}")
     return picked
 
 
@@ -454,7 +452,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser("sync", help="carry edits between .md and .ipynb")
     sub.add_argument("names", nargs="*", help="starts of chapter names; default all")
-    sub.add_argument("--prefer", choices=("md", "ipynb"), help="in a conflict, keep this")
+    sub.add_argument("--prefer", choices=("md", "ipynb"), help="in a conflict, keep")
     sub = commands.add_parser("execute", help="sync, then run what changed")
     sub.add_argument("names", nargs="*", help="run these, changed or not")
     sub.add_argument("--all", action="store_true", help="run all, changed or not")

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
 
 # Bits per stored element. mxfp4: 32 fp4 values share one 8-bit scale.
 DTYPE_BITS = {
     "fp64": 64, "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16,
     "fp8": 8, "int8": 8, "int4": 4, "fp4": 4, "mxfp4": 4.25,
+    # Groups of 32, 64 or 128 weights that share a 16-bit scale and zero point
+    # (gpt-fast, torchao, MLX); gf4 packs 8 weights and their scale in 32 bits.
+    "int4-g32": 5, "int4-g64": 4.5, "int4-g128": 4.25, "gf4": 4,
 }
 
 
@@ -56,8 +58,7 @@ class Accelerator:
 
     def __post_init__(self):
         for name in ("flops", "efficiency"):
-            frozen = MappingProxyType(dict(getattr(self, name)))
-            object.__setattr__(self, name, frozen)
+            object.__setattr__(self, name, dict(getattr(self, name)))
         for dtype in (*self.flops, *self.efficiency):
             dtype_bytes(dtype)
         positive = {"bandwidth": self.bandwidth, "memory": self.memory}
@@ -66,7 +67,7 @@ class Accelerator:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be positive and finite, got {value!r}")
 
-    def __hash__(self):
+    def __hash__(self):            # a dict field has none of its own
         return hash((self.name, self.bandwidth, self.memory))
 
     def peak(self, dtype: str) -> float:

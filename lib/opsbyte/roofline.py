@@ -9,8 +9,8 @@ nothing streams.
     t = sum over operators of max(FLOPs / (e peak), bytes / (e bandwidth))
         + launches x overhead
 
-e is the one efficiency that `data/accelerators.toml` states for a device and
-the dtype of the weights: what such devices reach of their datasheet.
+e is the one efficiency that `data/accelerators.toml` states, with its reason,
+for a device and the dtype of the weights: what is reached of the datasheet.
 """
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from opsbyte.cost import Cost, Operator
 from opsbyte.hardware import Accelerator, dtype_bytes
 from opsbyte.models import ModelConfig
 
-# Seconds before the first byte of an all-reduce inside one node has arrived.
-# Launch plus one exchange over NVLink: NCCL's own model of its low-latency
-# protocol starts at 4.4 (tree) to 6.6 us (ring), depending on the version
-# (baseLat in src/graph/tuning.cc); we take the middle.
-COLLECTIVE_LATENCY = 5.5e-6
+# Seconds that an all-reduce of nothing takes inside a node. NCCL's own model of
+# its low-latency protocol: 3.6 us and 0.47 for each of 2 (n - 1) steps around a
+# ring, or 4.4 and 0.52 for each of 2 log2(n) along a tree (src/graph/tuning.cc,
+# 2.10). That is 4.5 us for 2 devices and 7.5 for 8; we take 6 for any number.
+COLLECTIVE_LATENCY = 6e-6
 
 
 @dataclass(frozen=True)
-class Timing:
+class OperatorTime:
     """Seconds of one operator, all its launches together."""
 
     name: str
@@ -62,17 +62,26 @@ def attainable(intensity: float, accelerator: Accelerator,
     return min(accelerator.peak(dtype), intensity * accelerator.bandwidth)
 
 
+def stated_efficiency(accelerator: Accelerator, weight_dtype: str) -> float:
+    """The catalogue's efficiency for weights stored in `weight_dtype`: its own,
+    that of its family ("int4" for "int4-g64"), bf16's, or 1 if it has none."""
+    known = accelerator.efficiency
+    for dtype in (weight_dtype, weight_dtype.split("-")[0], "bf16"):
+        if dtype in known:
+            return known[dtype]
+    return 1.0
+
+
 def breakdown(cost: Cost, accelerator: Accelerator, *, devices: int = 1,
               efficiency: float | None = None,
-              overhead: float | None = None) -> tuple[Timing, ...]:
+              overhead: float | None = None) -> tuple[OperatorTime, ...]:
     """The timing of every operator of `cost`.
 
     devices: tensor parallel. FLOPs and bytes are split evenly, and the
         products that end attention and the MLP are summed by a ring
         all-reduce: 2 (n - 1) / n of the tensor over each device's link, and
         COLLECTIVE_LATENCY.
-    efficiency: fraction of both peaks; None takes the accelerator's for the
-        dtype of the weights, or 1 where it states none.
+    efficiency: fraction of both peaks; None takes `stated_efficiency`.
     overhead: seconds per launch; None takes the accelerator's.
 
     Raises ValueError if the accelerator has no such dtype, or no link.
@@ -83,7 +92,7 @@ def breakdown(cost: Cost, accelerator: Accelerator, *, devices: int = 1,
         raise ValueError(f"devices: {accelerator.name} has no link_bandwidth in "
                          f"the catalogue, so it must be 1, got {devices}")
     if efficiency is None:
-        efficiency = accelerator.efficiency.get(cost.weight_dtype, 1.0)
+        efficiency = stated_efficiency(accelerator, cost.weight_dtype)
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency must be in (0, 1], got {efficiency}")
     if overhead is None:
@@ -98,7 +107,7 @@ def breakdown(cost: Cost, accelerator: Accelerator, *, devices: int = 1,
         return o.count * COLLECTIVE_LATENCY + moved / accelerator.link_bandwidth
 
     return tuple(
-        Timing(o.name, o.flops / peak, o.bytes / bandwidth,
+        OperatorTime(o.name, o.flops / peak, o.bytes / bandwidth,
                o.count * overhead, link(o))
         for o in cost.operators)
 

@@ -1,0 +1,81 @@
+"""What the recurrent forms share: checks, dtypes, chunks, sums of log-decays."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opsbyte.attention import _check
+from opsbyte.attention.dense import accumulator
+
+
+def check_form(form: str, forms: Iterable[str], chunk: int) -> None:
+    """Raise ValueError on an unknown form or a chunk below 1."""
+    if form not in forms:
+        raise ValueError(f"form: got {form!r}, want one of {', '.join(forms)}")
+    _check.check_count("chunk", chunk)
+
+
+def check_recurrent(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k, v fit together and are equally long."""
+    _check.check_tensors(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"k: got {k.shape[2]} steps, want q's {q.shape[2]}: a recurrence reads"
+            " a query at every step (carry earlier keys in initial_state)"
+        )
+
+
+def check_gate(name: str, gate: Tensor, q: Tensor, shapes: tuple) -> None:
+    """Raise ValueError unless the gate has one of the shapes, q's dtype, device."""
+    if not isinstance(gate, Tensor) or tuple(gate.shape) not in shapes:
+        got = tuple(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
+        raise ValueError(f"{name}: got {got}, want {' or '.join(map(str, shapes))}")
+    if gate.dtype not in _check.DTYPES:
+        raise ValueError(f"{name}: got {gate.dtype}, want a floating dtype")
+    if gate.device != q.device:
+        raise ValueError(f"{name}: got device {gate.device}, want {q.device} as q")
+
+
+def check_log_decay(log_decay: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The checked log-decay as `(B, Hq, T, 1 or K)`, in the accumulator's dtype.
+
+    Clamped where exp() is zero anyway, so that −inf (forget all) is safe too.
+    """
+    shape = tuple(q.shape[:3])
+    check_gate("log_decay", log_decay, q, (shape, (*shape, k.shape[3])))
+    if (log_decay > 0).any():
+        raise ValueError(
+            f"log_decay: got {log_decay.max().item():.3g}, want <= 0: the logarithm"
+            " of a factor between 0 and 1"
+        )
+    if log_decay.dim() == 3:
+        log_decay = log_decay.unsqueeze(-1)
+    log_decay = log_decay.to(accumulator(q).dtype)
+    # exp(-104) is below float32's smallest subnormal, exp(-746) below float64's
+    return log_decay.clamp(min=-746 if log_decay.dtype == torch.float64 else -104)
+
+
+def first_state(initial_state: Tensor | None, shape: tuple, q: Tensor) -> Tensor:
+    """The state to start from, in float32 or, for float64 input, float64."""
+    dtype = accumulator(q).dtype
+    if initial_state is None:
+        return torch.zeros(shape, dtype=dtype, device=q.device)
+    check_gate("initial_state", initial_state, q, (shape,))
+    return initial_state.to(dtype)
+
+
+def before(log_decay: Tensor) -> Tensor:
+    """Decay from the chunk's start to each step, own included, in logarithms."""
+    return log_decay.cumsum(-2)
+
+
+def after(log_decay: Tensor) -> Tensor:
+    """Decay from each step, own excluded, to the chunk's end, in logarithms.
+
+    Summed from the end, not as total − before: large sums would cancel.
+    """
+    later = F.pad(log_decay[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2)

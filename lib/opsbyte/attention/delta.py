@@ -1,0 +1,123 @@
+"""The (gated) delta rule: write what the state does not know yet.
+
+Delta rule, Yang et al. 2024, arXiv 2406.06484; gated, arXiv 2412.06464 (used by
+Qwen3-Next); with a decay per channel, Kimi Linear's, arXiv 2510.26692.
+
+    S_t = A_t + k_t u_tᵀ,   u_t = β_t (v_t − A_tᵀ k_t),   A_t = diag(exp(g_t)) S_{t-1}
+
+Linear attention only ever adds. Here a step reads what the key recalls, and
+writes the difference to its value. So u_t needs the u before it: within a chunk
+a triangular system, (I + L) u = β (v − k S), solved once for all right-hand sides.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opsbyte.attention._recurrence import (
+    after,
+    before,
+    check_form,
+    check_gate,
+    check_log_decay,
+    check_recurrent,
+    first_state,
+)
+from opsbyte.attention.dense import accumulator
+from opsbyte.attention.gated import decayed_scores, per_head
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    form: str = "chunkwise",
+    chunk: int = 64,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The gated delta rule, without a scale; log_decay None is the plain rule.
+
+    q `(B, Hq, T, K)`, k `(B, Hkv, T, K)`, v `(B, Hkv, T, V)`; returns
+    `(B, Hq, T, V)` in q's dtype. Query head h reads key head h // (Hq/Hkv).
+    The caller normalises the keys: with |k| = 1 and 0 <= β <= 2 the state's
+    norm does not grow by forgetting; otherwise it may.
+
+    beta: how much of the difference is written, `(B, Hq, T)`.
+    log_decay: at most 0 (−inf forgets everything): `(B, Hq, T)`, one for the
+        head, or `(B, Hq, T, K)`, one for each key channel.
+    form: "recurrent" or "chunkwise", the same function.
+    initial_state, and the one returned with return_state: `(B, Hq, K, V)`, one
+        for each query head since each has its β; float32 (float64 for it).
+
+    Raises ValueError on shapes, dtypes, devices or names that do not fit.
+    """
+    check_recurrent(q, k, v)
+    check_form(form, ("recurrent", "chunkwise"), chunk)
+    B, H, T, K = q.shape
+    check_gate("beta", beta, q, ((B, H, T),))
+    if log_decay is None:
+        log_decay = torch.zeros_like(beta)
+    g = check_log_decay(log_decay, q, k).flatten(0, 1)     # (N, T, 1 or K)
+    state = first_state(initial_state, (B, H, K, v.shape[3]), q).flatten(0, 1)
+    dtype = q.dtype
+    beta = beta.to(accumulator(q).dtype).flatten(0, 1).unsqueeze(-1)
+    form = _recurrent if form == "recurrent" else _chunkwise
+    out, state = form(*per_head(q, k, v), beta, g, state, chunk)
+    out = out.unflatten(0, (B, H)).to(dtype)
+    return (out, state.unflatten(0, (B, H))) if return_state else out
+
+
+def _recurrent(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """The definition, step by step: fade, recall, write the difference, read."""
+    outs = []
+    for q, k, v, beta, g in zip(*(x.split(1, 1) for x in (q, k, v, beta, g))):
+        S = g.exp().mT * S                          # (N, K, V)
+        u = beta * (v - k @ S)                      # (N, 1, V)
+        S = S + k.mT * u
+        outs.append(q @ S)
+    return torch.cat(outs, 1), S
+
+
+def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk, what needs no state beforehand for all of them at once."""
+    T = q.shape[1]
+    outs = []
+    # Padding steps have k = v = β = g = 0: they write nothing.
+    pad = -T % chunk
+    q, k, v, beta, g = (
+        F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, chunk)) for x in (q, k, v, beta, g)
+    )
+    for tile in zip(*(x.split(SEGMENT, 1) for x in (q, k, v, beta, g))):
+        for read, scores, W, U, write, fade in zip(*_wy(*tile)):
+            u = torch.baddbmm(U, W, S, alpha=-1)    # (N, C, V)
+            outs.append(torch.baddbmm(torch.bmm(read, S), scores, u))
+            S = torch.baddbmm(fade * S, write, u)
+    return torch.cat(outs, 1)[:, :T], S
+
+
+def _wy(q, k, v, beta, g):
+    """What a chunk's steps do whatever the state, for `(N, chunks, C, dim)`.
+
+    The u of all steps is u = U − W S with U = M β v, W = M β k and
+    M = (I + L)⁻¹, L the strictly lower triangle of β k kᵀ with its decay: the
+    WY representation; getting M from L is the UT transform.
+    """
+    since = before(g)
+    from_start = since.exp()
+    L = beta * decayed_scores(k, k, g)              # its diagonal is not read
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    M = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+    U = M @ (beta * v)
+    W = M @ (beta * k * from_start)
+    write = (k * after(g).exp()).mT
+    parts = q * from_start, decayed_scores(q, k, g), W, U, write, from_start[..., -1:, :].mT
+    return [x.unbind(1) for x in parts]
+
+
+# Chunks prepared at once: enough for batched products, few enough for the cache.
+SEGMENT = 8

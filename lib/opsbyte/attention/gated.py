@@ -1,0 +1,134 @@
+"""Gated linear attention: linear attention whose state fades.
+
+Yang et al. 2023, arXiv 2312.06635; with one decay a head it is RetNet's (fixed,
+arXiv 2307.08621) and Mamba-2's (arXiv 2405.21060) recurrence.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ,   o_t = S_tᵀ q_t
+
+Unrolled, step j reaches step i through exp(g_{j+1} + … + g_i). So within a chunk
+it is attention with q·k weighted by that decay; between chunks the state fades
+by the whole chunk's decay. Every exponent below is a sum of g, so never above
+0: splitting it as exp(b_i) · exp(−b_j) would overflow where g is strong.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opsbyte.attention._recurrence import (
+    after,
+    before,
+    check_form,
+    check_log_decay,
+    check_recurrent,
+    first_state,
+)
+from opsbyte.attention.dense import accumulator
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    form: str = "chunkwise",
+    chunk: int = 64,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal linear attention with decay; no feature map, scale or divisor.
+
+    q `(B, Hq, T, K)`, k `(B, Hkv, T, K)`, v `(B, Hkv, T, V)`; returns
+    `(B, Hq, T, V)` in q's dtype. Query head h reads key head h // (Hq/Hkv).
+
+    log_decay: g, at most 0 (−inf forgets everything): `(B, Hq, T)`, one for the
+        head, or `(B, Hq, T, K)`, one for each key channel.
+    form: "recurrent", "parallel" or "chunkwise", all the same function.
+    initial_state, and the one returned with return_state: `(B, Hq, K, V)`, one
+        for each query head since each has its decay; float32 (float64 for it).
+
+    Raises ValueError on shapes, dtypes, devices or names that do not fit.
+    """
+    check_recurrent(q, k, v)
+    check_form(form, ("recurrent", "parallel", "chunkwise"), chunk)
+    g = check_log_decay(log_decay, q, k).flatten(0, 1)     # (N, T, 1 or K)
+    B, H, T, K = q.shape
+    state = first_state(initial_state, (B, H, K, v.shape[3]), q).flatten(0, 1)
+    q, k, v, dtype = *per_head(q, k, v), q.dtype           # (N, T, K or V)
+
+    # The parallel form is one chunk, the recurrent form chunks of one step.
+    size = {"recurrent": 1, "parallel": max(T, 1), "chunkwise": chunk}[form]
+    update = _step if form == "recurrent" else _chunk
+    outs = []
+    for tile in zip(*(x.split(size, 1) for x in (q, k, v, g)), strict=True):
+        out, state = update(*tile, state)
+        outs.append(out)
+    out = torch.cat(outs, 1).unflatten(0, (B, H)).to(dtype)
+    return (out, state.unflatten(0, (B, H))) if return_state else out
+
+
+def _step(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, for one step: fade, write, read."""
+    S = g.exp().mT * S + k.mT * v                   # (N, K, V)
+    return q @ S, S
+
+
+def _chunk(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
+    """Many steps: decayed weights among them, the state for all before them."""
+    since = before(g)                               # (N, C, 1 or K)
+    out = torch.bmm(q * since.exp(), S)
+    out = torch.baddbmm(out, decayed_scores(q, k, g), v)
+    S = since[:, -1:].exp().mT * S
+    return out, torch.baddbmm(S, (k * after(g).exp()).mT, v)
+
+
+def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Lower triangular `(…, C, C)`: Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic).
+
+    q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`.
+    """
+    if g.shape[-1] > 1:
+        return _scores_by_halving(q, k, g)
+    return q @ k.mT * pairwise_decay(g)
+
+
+def pairwise_decay(g: Tensor) -> Tensor:
+    """exp(g_{j+1} + … + g_i) for i >= j, else 0: `(…, C, 1)` to `(…, C, C)`.
+
+    Sums g over each stretch, since a difference of long sums would cancel.
+    """
+    C = g.shape[-2]
+    earlier = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
+    return (g * earlier).cumsum(-2).exp().tril()
+
+
+def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """`decayed_scores` with a decay per channel, in matrix products only.
+
+    A channel's decay cannot leave the sum over channels. But it factors at any
+    point between j and i, into two decays at most 1. So cut the chunk in halves:
+    pairs across the cut meet there, pairs within a half at a later, finer cut.
+    """
+    C = q.shape[-2]
+    size = 1 << (C - 1).bit_length()                # the next power of two
+    q, k, g = (F.pad(x, (0, 0, 0, size - C)) for x in (q, k, g))
+    scores = torch.diag_embed((q * k).sum(-1))      # no decay from i to i
+    while size > 1:
+        size //= 2
+        Q, K, G = (x.unflatten(-2, (-1, 2, size)) for x in (q, k, g))
+        right = Q[..., 1, :, :] * before(G[..., 1, :, :]).exp()
+        left = K[..., 0, :, :] * after(G[..., 0, :, :]).exp()
+        cuts = scores.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+        cuts = cuts[..., :, 1, :, :, 0, :].diagonal(0, -4, -2)
+        cuts.copy_((right @ left.mT).movedim(-3, -1))
+    return scores[..., :C, :C]
+
+
+def per_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(B·Hq, T, dim)` each in the accumulator's dtype, key heads repeated."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return tuple(accumulator(x).flatten(0, 1) for x in (q, k, v))

@@ -224,7 +224,7 @@ def _gemma3_text(c: _Config) -> dict:
 def _gpt_oss(c: _Config) -> dict:
     bias = c.take("attention_bias", True)
     windows = _windows(c, lambda i: i % 2 == 0, lambda: c.take("sliding_window", 128))
-    c.read.add("experts_per_token")            # a second name for the next
+    c.only("experts_per_token", c.need("num_experts_per_tok"))     # a second name
     moe = MoE(c.need("intermediate_size"), c.need("num_local_experts"),
               c.need("num_experts_per_tok"), bias=True)
     layers = [Layer(_attention(c, own_dim=True, window=window, bias=bias,
@@ -350,7 +350,8 @@ def _jamba(c: _Config) -> dict:
                   dt_rank=-(-d_model // 16) if rank == "auto" else rank, norms=True)
     attention = _attention(c, window=c.take("sliding_window", None))
     experts, mlp = c.need("num_experts"), _mlp(c)
-    moe = MoE(mlp.width, experts, c.need("num_experts_per_tok")) if experts > 1 else mlp
+    active = c.need("num_experts_per_tok")
+    moe = MoE(mlp.width, experts, active) if experts > 1 else mlp
 
     def chosen(what: str, i: int) -> bool:
         period, offset = c.need(f"{what}_layer_period"), c.need(f"{what}_layer_offset")

@@ -34,7 +34,10 @@ def dtype_bytes(dtype: str) -> float:
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """An error text for a `name` that is not in `known`: near matches, or all."""
     known = list(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=4, cutoff=0.5)
+    asked = str(name).lower()
+    near = [k for k in known if asked and k.startswith(asked)]
+    near += difflib.get_close_matches(asked, known, n=4, cutoff=0.5)
+    near = list(dict.fromkeys(near))[:6]
     hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
     return f"{what}: unknown name {name!r}; {hint}"
 

@@ -1,5 +1,6 @@
-"""The book's Sphinx extension: local mathematics, and pages that need a base URL.
+"""The book's Sphinx extension: folded cells, mathematics, hosting.
 
+* Folded cells say what is in them: the setup, a solution, a check.
 * Formulas are typeset by the copy of KaTeX in `_ext/katex`, loaded only by pages that
   have formulas, so that no page asks another host for anything.
 * Buttons that open a notebook on Binder or Colab, and those that lead to the
@@ -10,6 +11,8 @@
 """
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +21,38 @@ from docutils import nodes
 KATEX = Path(__file__).parent / "katex"
 FILES = ("katex.min.css", "katex.min.js", "render.js")
 CLASSES = "math tex notranslate nohighlight"
+
+
+def label(cell) -> str:
+    """What the bar of a folded cell calls it."""
+    tags = cell["metadata"].get("tags", [])
+    if "setup" in tags:
+        return "the setup"
+    if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+        return "the solution"
+    if re.search(r"^assert ", "".join(cell["source"]), re.MULTILINE):
+        return "the check"
+    return "the cell" if "hide-cell" in tags else "the code"
+
+
+def name_folded_cells(app, docname, source) -> None:
+    """Give each folded cell of a notebook its own prompt."""
+    if not str(app.env.doc2path(docname)).endswith(".ipynb"):
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if {"hide-cell", "hide-input"} & set(cell["metadata"].get("tags", [])):
+            settings = cell["metadata"].setdefault("mystnb", {})
+            settings["code_prompt_show"] = f"Show {label(cell)}"
+            settings["code_prompt_hide"] = f"Hide {label(cell)}"
+    source[0] = json.dumps(notebook)
+
+
+def name_them_aloud(app, pagename, templatename, context, doctree) -> None:
+    """Let a screen reader say a folded cell's own prompt, not one for all."""
+    if "body" in context:
+        same = ' aria-label="Toggle hidden content"'
+        context["body"] = context["body"].replace(same, "")
 
 
 def visit_math(translator, node) -> None:
@@ -86,6 +121,8 @@ def setup(app):
     app.setup_extension("notfound.extension")
     app.connect("config-inited", use_repository, priority=1)
     app.connect("config-inited", use_base_url, priority=1)
+    app.connect("source-read", name_folded_cells)
+    app.connect("html-page-context", name_them_aloud)
     app.connect("html-page-context", load_katex)
     app.connect("build-finished", copy_katex)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

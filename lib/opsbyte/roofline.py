@@ -22,8 +22,8 @@ from opsbyte.models import ModelConfig
 
 # Seconds that an all-reduce of nothing takes inside a node. NCCL's own model of
 # its low-latency protocol: 3.6 us and 0.47 for each of 2 (n - 1) steps around a
-# ring, or 4.4 and 0.52 for each of 2 log2(n) along a tree (src/graph/tuning.cc,
-# 2.10). That is 4.5 us for 2 devices and 7.5 for 8; we take 6 for any number.
+# ring, or 4.4 and 0.52 for each of 2 log2(n) along a tree (src/graph/tuning.cc).
+# That is 4.5 us for 2 devices and 7.5 for 8; we take 6 for any number.
 COLLECTIVE_LATENCY = 6e-6
 
 

@@ -305,7 +305,7 @@ def test_diffusion_parameters(name, published):
 
 
 def test_dit_gflops_are_multiply_adds():
-    """The DiT paper's 118.64 "Gflops" (table 4) count a multiply-add once."""
+    """The DiT paper's 118.64 "Gflops" count a multiply-add once."""
     m = diffusion.model("dit-xl-2")
     c = cost.diffusion_step(m, m.tokens(256, 256))
     small = sum(o.flops for o in c.operators

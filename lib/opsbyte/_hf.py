@@ -365,13 +365,13 @@ def _jamba(c: _Config) -> dict:
 
 
 def _mamba2_in_hybrid(c: _Config) -> Mamba2:
-    """Bamba's and Granite's Mamba-2, with the defaults that both document."""
+    """The Mamba-2 of Bamba and of Granite."""
     c.only("mamba_proj_bias", False)
     c.only("mamba_conv_bias", True)
-    heads, head_dim = c.take("mamba_n_heads", 128), c.take("mamba_d_head", "auto")
+    heads, head_dim = c.need("mamba_n_heads"), c.take("mamba_d_head", "auto")
     inner = _inner(c, "mamba_expand", c.need("hidden_size"))
     mixer = Mamba2(heads, inner // heads if head_dim == "auto" else head_dim,
-                   c.take("mamba_d_state", 256), c.take("mamba_n_groups", 1),
+                   c.need("mamba_d_state"), c.need("mamba_n_groups"),
                    c.take("mamba_d_conv", 4))
     _same_width(mixer, inner)
     return mixer
@@ -389,7 +389,7 @@ def _bamba(c: _Config) -> dict:
 
 
 def _granite_hybrid(c: _Config) -> dict:
-    kinds = _kinds(c, ["mamba"] * c.need("num_hidden_layers"), {"mamba", "attention"})
+    kinds = _kinds(c, c.need("layer_types"), {"mamba", "attention"})
     mamba = _mamba2_in_hybrid(c) if "mamba" in kinds else None
     bias = c.take("attention_bias", False)
     attention = _attention(c, grouped=False, bias=bias, output_bias=bias)

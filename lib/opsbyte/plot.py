@@ -6,7 +6,6 @@ dash or a hatch says too. Figures are white: the book inverts them in dark mode.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -15,8 +14,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
@@ -44,27 +43,19 @@ LINESTYLES = {
     "attention": "-", "linear": "--", "mlp": "-.", "cache": ":", "neutral": "-",
 }
 HATCHES = {
-    "compute": "", "memory": "///", "overhead": "...", "link": "xxx",
-    "prefill": "", "decode": "\\\\\\",
-    "attention": "", "linear": "///", "mlp": "xxx", "cache": "...", "neutral": "",
+    "compute": "//", "memory": "", "overhead": "...", "link": "xx",
+    "prefill": "//", "decode": "",
+    "attention": "", "linear": "//", "mlp": "xx", "cache": "...", "neutral": "",
 }
 # Dashes for the first, second, ... of several roofs.
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def use() -> None:
-    """Apply the course's style; in a notebook, figures come as PNG."""
+    """Apply the course's style, in a notebook or a script."""
     style = resources.files("opsbyte") / "data" / "opsbyte.mplstyle"
     with resources.as_file(style) as path:
         plt.style.use(path)
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    if shell is not None and "inline" in plt.get_backend():
-        from matplotlib_inline.config import InlineBackend
-
-        backend = InlineBackend.instance(parent=shell)
-        backend.figure_formats = {"png"}
-        backend.print_figure_kwargs = {"bbox_inches": "tight", "pad_inches": 0.08}
 
 
 def si(value: float, unit: str = "", digits: int = 3) -> str:
@@ -116,32 +107,35 @@ def roofline(
     left, right = xlim or _decades([*ridges, *(x for _, x, _, _ in points)])
     ax = ax or plt.subplots()[1]
     ax.set(xscale="log", yscale="log", xlim=(left, right))
-    lines = []
-    for (device, name), ridge, dash in zip(roofs, ridges, _cycle(_DASHES)):
-        style = {"linestyle": dash, "zorder": 2}
-        peak, slope = device.peak(name), device.bandwidth
+    lines, drops = [], []
+    for i, (device, name) in enumerate(roofs):
+        style = {"linestyle": _DASHES[i % len(_DASHES)], "zorder": 2}
+        peak, slope, ridge = device.peak(name), device.bandwidth, ridges[i]
         low, high = min(left, ridge), max(right, ridge)
         ax.plot([low, ridge], [low * slope, peak], color=COLORS["memory"], **style)
         ax.plot([ridge, high], [peak, peak], color=COLORS["compute"], **style)
         lines += [((low, low * slope), (ridge, peak)), ((ridge, peak), (high, peak))]
-    rates = [y for _, _, y, _ in points]
-    peaks = [device.peak(name) for device, name in roofs]
-    floor = min([left * device.bandwidth for device in devices] + rates)
-    bottom, top = floor / 1.8, max(peaks + rates) * 3
-    ax.set_ylim(bottom, top)
-    ax.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel="performance (FLOP/s)")
+    rates = [rate for _, _, rate, _ in points]
+    bottom = min([left * device.bandwidth for device in devices] + rates) / 1.8
+    top = 3 * max([device.peak(name) for device, name in roofs] + rates)
+    ax.set(ylim=(bottom, top), ylabel="performance (FLOP/s)",
+           xlabel="arithmetic intensity (FLOP/byte)")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y)))
-    for _, x, y, measured in points:
+    for (device, name), ridge in zip(roofs, ridges, strict=True):
+        drop = (ridge, bottom), (ridge, device.peak(name))
+        ax.plot(*zip(*drop, strict=True), ":", linewidth=1, zorder=1,
+                color=COLORS["neutral"])
+        drops.append(drop)
+    for _, x, rate, measured in points:
         kind = "compute" if x >= ridges[0] else "memory"
-        ax.plot(
-            x, y, MARKERS[kind], color=COLORS[kind], zorder=4, markeredgewidth=1.5,
-            markerfacecolor=COLORS[kind] if measured else "white",
-        )
-    labels = _Labels(ax, lines, [(x, y) for _, x, y, _ in points])
-    _roof_labels(labels, roofs, ridges, (left, right, bottom))
-    for label, x, y, _ in points:
-        labels.put(label, (x, y))
+        ax.plot(x, rate, MARKERS[kind], color=COLORS[kind], zorder=4,
+                markeredgewidth=1.5,
+                markerfacecolor=COLORS[kind] if measured else "white")
+    labels = _Labels(ax, lines, drops, [(x, rate) for _, x, rate, _ in points])
+    _name_roofs(labels, roofs, left, right, bottom)
+    for label, x, rate, _ in points:
+        labels.put(label, (x, rate), _AROUND)
     return ax
 
 
@@ -155,123 +149,166 @@ def _point(label, x, y, device, dtype):
 
 def _decades(values: Sequence[float]) -> tuple[float, float]:
     """Whole decades around `values`, with room for labels."""
-    low = 10.0 ** math.floor(math.log10(min(values) / 3))
+    low = 10.0 ** math.floor(math.log10(min(values) / 1.5))
     return min(low, 0.1), 10.0 ** math.ceil(math.log10(max(values) * 4))
-
-
-def _cycle(values: Sequence) -> Iterable:
-    while True:
-        yield from values
 
 
 class _Labels:
     """Puts texts next to places so that they hide no line, mark or other text."""
 
-    def __init__(self, ax: Axes, lines, marks):
+    def __init__(self, ax: Axes, lines, faint_lines, marks):
         self.ax, self.figure = ax, ax.figure
         self.figure.draw_without_rendering()  # settles the layout
         self.scale = self.figure.dpi / 72  # pixels per point
         to_pixels = ax.transData.transform
-        self.taken = [self._box(to_pixels(mark), 5) for mark in marks]
+        self.taken = [self._box(to_pixels(mark), 4) for mark in marks]
         steps = np.linspace(0, 1, 200)[:, None]
-        self.on_lines = np.concatenate(
-            [(1 - steps) * to_pixels(a) + steps * to_pixels(b) for a, b in lines]
-        )
+        self.on_lines = [
+            (weight, (1 - steps) * to_pixels(a) + steps * to_pixels(b))
+            for weight, group in ((50, lines), (4, faint_lines)) for a, b in group
+        ]
 
     def _box(self, center, half: float) -> Bbox:
         (x, y), half = center, half * self.scale
         return Bbox([[x - half, y - half], [x + half, y + half]])
 
-    def put(self, text: str, xy, where=None, **style) -> Annotation:
-        """Annotate `xy`; `where`: offsets in points to try, best first."""
+    def put(self, text: str, xy, where, **style) -> None:
+        """Annotate `xy` at the best of the offsets `where`, in points.
+
+        Near is better than far, and a far label is tied to its place.
+        """
         best = None
-        for dx, dy in where or _AROUND:
+        for dx, dy in where:
+            distance = math.hypot(dx, dy)
+            if best and best[0] <= 20 * distance:
+                continue
             note = self.ax.annotate(
                 text, xy, (dx, dy), textcoords="offset points", zorder=5,
                 ha="center" if dx == 0 else "left" if dx > 0 else "right",
                 va="center" if dy == 0 else "bottom" if dy > 0 else "top", **style,
             )
             box = note.get_window_extent()
-            cost = self._cost(box.padded(1.5 * self.scale))
+            cost = self._cost(box.padded(self.scale)) + 20 * distance
+            note.remove()
+            if best is None or cost < best[0]:
+                best = cost, note, box, distance > 14
+        _, note, box, far = best
+        self.ax.add_artist(note)
+        note.set_in_layout(False)
+        self.taken.append(box)
+        if far:
+            self._tie(xy, box)
+
+    def _tie(self, xy, box: Bbox) -> None:
+        """A thin line from a place to the nearest point of a text's box."""
+        x, y = self.ax.transData.transform(xy)
+        end = min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
+        end = self.ax.transData.inverted().transform(end)
+        self.ax.annotate(
+            "", xy, end, arrowprops={
+                "arrowstyle": "-", "color": COLORS["neutral"], "linewidth": 0.6,
+                "shrinkA": 0, "shrinkB": 3,
+            },
+        ).set_in_layout(False)
+
+    def along(self, text: str, start, end, **style) -> None:
+        """Write `text` above the line from `start` to `end`, at its angle."""
+        start, end = self.ax.transData.transform([start, end])
+        angle = math.atan2(*(end - start)[::-1])
+        up = 3 * np.array([-math.sin(angle), math.cos(angle)])
+        best = None
+        for part in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2):
+            xy = self.ax.transData.inverted().transform(start + part * (end - start))
+            note = self.ax.annotate(
+                text, xy, up, textcoords="offset points", ha="center", va="bottom",
+                rotation=math.degrees(angle), rotation_mode="anchor", **style,
+            )
+            box = note.get_window_extent()
+            # A slanted text fills the diagonal of its box, not all of it.
+            steps = np.linspace(box.p0, box.p1, 12)[1:-1]
+            boxes = [self._box(center, 6) for center in steps]
+            cost = sum(map(self._hidden, boxes))
             if best is None or cost < best[0]:
                 if best:
                     best[1].remove()
-                best = cost, note, box
+                best = cost, note, boxes
             else:
                 note.remove()
-            if cost == 0:
-                break
-        self.taken.append(best[2])
         best[1].set_in_layout(False)
-        return best[1]
+        self.taken += best[2]
 
-    def along(self, text: str, start, end, **style) -> None:
-        """Write `text` on top of the middle of a line, at its angle."""
-        (x0, y0), (x1, y1) = self.ax.transData.transform([start, end])
-        middle = self.ax.transData.inverted().transform([(x0 + x1) / 2, (y0 + y1) / 2])
-        angle = math.atan2(y1 - y0, x1 - x0)
-        note = self.ax.annotate(
-            text, middle, (-3 * math.sin(angle), 3 * math.cos(angle)),
-            textcoords="offset points", ha="center", va="bottom",
-            rotation=math.degrees(angle), rotation_mode="anchor", **style,
-        )
-        box = note.get_window_extent()
-        # A slanted text fills the diagonal of its box, not the box.
-        corners = np.array([[box.x0, box.y0], [box.x1, box.y1]])
-        for part in np.linspace(0.05, 0.95, 12):
-            self.taken.append(self._box(corners[0] + part * np.ptp(corners, 0), 7))
-        note.set_in_layout(False)
+    def _hidden(self, box: Bbox) -> float:
+        """Square pixels that `box` has in common with what is taken."""
+        both = (Bbox.intersection(box, other) for other in self.taken)
+        return sum(shared.width * shared.height for shared in both if shared)
 
     def _cost(self, box: Bbox) -> float:
-        """Pixels hidden or outside the axes; 0 is a good place."""
+        """What is hidden or out of the axes when text fills `box`; 0 is good."""
         inside = Bbox.intersection(box, self.ax.bbox)
-        area = box.width * box.height
-        cost = area - (inside.width * inside.height if inside else 0)
-        for other in self.taken:
-            if both := Bbox.intersection(box, other):
-                cost += both.width * both.height
-        return cost + 50 * _inside(box, self.on_lines)
+        outside = box.width * box.height
+        outside -= inside.width * inside.height if inside else 0
+        cost = 4 * (outside + self._hidden(box))
+        for weight, line in self.on_lines:
+            within = (line > box.p0) & (line < box.p1)
+            cost += weight * int(within.all(axis=1).sum())
+        return cost
 
 
-def _inside(box: Bbox, points: np.ndarray) -> int:
-    x, y = points.T
-    return int(((x > box.x0) & (x < box.x1) & (y > box.y0) & (y < box.y1)).sum())
-
-
-# Where to try a point's label: right, left, above, below, corners; then further.
+# Offsets in points to try: right, left, above, below, corners; then further.
 _AROUND = [
     (dx * far, dy * far)
-    for far in (1, 2, 3)
+    for far in (1, 1.5, 2, 3, 4, 6, 8)
     for dx, dy in (
-        (7, 0), (5, -5), (-7, 0), (0, -8), (-5, 5), (0, 8), (5, 5), (-5, -5),
+        (6, 0), (5, -4), (-6, 0), (0, -7), (-5, 4), (0, 7), (5, 4), (-5, -4),
     )
 ]
-_ABOVE = [(-2, 3), (-2, -3), (-2, 16), (-2, -16)]
-_BESIDE = [(dx, dy) for dy in (4, 18, 32, 46) for dx in (5, -5)]
+_ABOVE = [(-2, 3), (-2, 8), (-2, -3), (-2, 16), (-2, -16)]
+_BESIDE = [(dx, dy) for dy in (4, 18, 32, 46) for dx in (4, -4)]
 
 
-def _roof_labels(labels: _Labels, roofs, ridges, limits) -> None:
-    """Names each roof on its flat part, each slope, and the ridges."""
-    left, right, bottom = limits
-    several = [len({roof[i] for roof in roofs}) > 1 for i in (0, 1)]
-    slopes = {}
-    for (device, name), ridge in zip(roofs, ridges):
-        slopes.setdefault(device.bandwidth, (device, []))[1].append(ridge)
-    for slope, (_, ends) in slopes.items():
-        text = si(slope, "B/s")
-        end = min(ends)
-        labels.along(text, (left, left * slope), (end, end * slope),
-                     color=COLORS["memory"])
-    for (device, name), ridge in zip(roofs, ridges):
-        parts = [device.label] * several[0] + [name] * (several[1] or not several[0])
-        text = " ".join([*parts, si(device.peak(name), "FLOP/s")])
+def _name_roofs(labels: _Labels, roofs, left, right, bottom) -> None:
+    """Names roofs, slopes and ridges: beside the lines, or if crowded in a key."""
+    peaks = sorted(device.peak(name) for device, name in roofs)
+    heights = labels.ax.transData.transform([(right, peak) for peak in peaks])[:, 1]
+    devices = {device.name: device for device, _ in roofs}
+    crowded = len(roofs) > 1 and np.diff(heights).min() < 19 * labels.scale
+    if len(devices) > 1 or crowded:
+        return _key(labels, roofs, several_devices=len(devices) > 1)
+    (device,) = devices.values()
+    ridges = [device.ops_per_byte(name) for _, name in roofs]
+    labels.along(
+        si(device.bandwidth, "B/s"), (left, left * device.bandwidth),
+        (min(ridges), min(peaks)), color=COLORS["memory"],
+    )
+    for _, name in roofs:
         peak = device.peak(name)
-        labels.put(text, (right, peak), _ABOVE, color=COLORS["compute"])
-    for (device, name), ridge in zip(roofs, ridges):
-        labels.ax.plot([ridge, ridge], [bottom, device.peak(name)], ":",
-                       color=COLORS["neutral"], linewidth=1, zorder=1)
-        text = f"{ridge:.3g}" if len(roofs) > 1 else f"{ridge:.3g} FLOP/byte"
-        labels.put(text, (ridge, bottom), _BESIDE, color=COLORS["neutral"])
+        labels.put(f"{name} {si(peak, 'FLOP/s')}", (right, peak), _ABOVE,
+                   color=COLORS["compute"])
+    for ridge in ridges:
+        unit = " FLOP/byte" if len(roofs) == 1 else ""
+        labels.put(f"{ridge:.3g}{unit}", (ridge, bottom), _BESIDE,
+                   color=COLORS["neutral"])
+
+
+def _key(labels: _Labels, roofs, *, several_devices: bool) -> None:
+    """A key of the roofs, highest first, in the empty corner under them."""
+    several_dtypes = len({name for _, name in roofs}) > 1
+    entries = []
+    for i, (device, name) in enumerate(roofs):
+        text = [device.label] * several_devices
+        text += [name] * (several_dtypes or not several_devices)
+        text = f"{' '.join(text)}: {device.ops_per_byte(name):.3g}"
+        dash = _DASHES[i % len(_DASHES)]
+        handle = Line2D([], [], linestyle=dash, color=COLORS["compute"])
+        entries.append((device.peak(name), handle, text))
+    entries.sort(key=lambda entry: -entry[0])
+    _, handles, texts = zip(*entries, strict=True)
+    legend = labels.ax.legend(
+        handles, texts, loc="lower right", title="ridge, FLOP/byte",
+        frameon=True, framealpha=1, edgecolor="white", alignment="left",
+        handlelength=2.6, borderpad=0.2, labelspacing=0.3,
+    )
+    labels.taken.append(legend.get_window_extent())
 
 
 def bars(
@@ -300,7 +337,7 @@ def bars(
         ax.barh(places, values, 0.7, starts, color=COLORS[kind], edgecolor="white",
                 hatch=HATCHES[kind], linewidth=0.6)
         starts += values
-    for place, total in zip(places, totals):
+    for place, total in zip(places, totals, strict=True):
         ax.annotate(si(total, unit), (total, place), (4, 0),
                     textcoords="offset points", va="center")
     ax.set_yticks(places, rows)
@@ -310,9 +347,12 @@ def bars(
     ax.set_xlim(0, 1.18 * max(totals, default=1) or 1)
     ax.xaxis.set_major_locator(plt.MaxNLocator(4))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x, unit) if x else "0"))
+    patches = [
+        Patch(facecolor=COLORS[kind], hatch=HATCHES[kind], edgecolor="white")
+        for kind in kinds
+    ]
     ax.legend(
-        [Patch(facecolor=COLORS[k], hatch=HATCHES[k], edgecolor="white") for k in kinds],
-        kinds, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+        patches, kinds, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
         borderaxespad=0.2, handlelength=1.4, columnspacing=1.4,
     )
     return ax
@@ -333,12 +373,12 @@ def mask(
     values = np.asarray(matrix)
     if values.ndim != 2 or 0 in values.shape:
         raise ValueError(f"matrix must be 2-D and not empty, got {values.shape}")
-    for name, names, size in zip(("queries", "keys"), (queries, keys), values.shape):
+    rows, columns = values.shape
+    for name, names, size in (("queries", queries, rows), ("keys", keys, columns)):
         if names is not None and len(names) != size:
             raise ValueError(f"{name} must have {size} names, got {len(names)}")
     ax = ax or plt.subplots(figsize=(3.6, 3.6))[1]
     shades = LinearSegmentedColormap.from_list(color, ["#F2F2F2", COLORS[color]])
-    rows, columns = values.shape
     lines = 0.8 if max(rows, columns) <= 64 else 0
     ax.pcolormesh(values.astype(float), cmap=shades, vmin=0,
                   edgecolors="white", linewidth=lines)
@@ -372,11 +412,11 @@ class Table:
 
     def __repr__(self) -> str:
         table = [self.headers, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         sign = {"l": "<", "c": "^", "r": ">"}
 
         def line(row):
-            cells = zip(row, self.align, widths)
+            cells = zip(row, self.align, widths, strict=True)
             return "  ".join(f"{c:{sign[a]}{w}}" for c, a, w in cells).rstrip()
 
         rule = "  ".join("-" * width for width in widths)

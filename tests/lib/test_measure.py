@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from opsbyte import measure
 from opsbyte.hardware import Accelerator
 

@@ -76,6 +76,9 @@ class _Config:
 
 def convert(config: dict, *, name: str | None = None) -> ModelConfig:
     """See `ModelConfig.from_hf`."""
+    if not isinstance(config, dict):
+        raise ValueError(f"config: a dict (json.load of config.json), got"
+                         f" {type(config).__name__}")
     if "model_type" not in config and "ssm_cfg" in config:
         family, build = "mamba_ssm", _mamba_ssm
     else:
@@ -108,10 +111,12 @@ def _attention(c: _Config, *, grouped: bool = True, own_dim: bool = False,
     heads. `own_dim`: head_dim must be there, else it defaults to d_model / heads.
     """
     heads, d_model = c.need("num_attention_heads"), c.need("hidden_size")
+    if heads < 1:
+        raise ValueError(f"config: num_attention_heads must be positive, got {heads}")
     kv_heads = (c.need("num_key_value_heads") if grouped
                 else c.take("num_key_value_heads", heads))
     head_dim = c.need("head_dim") if own_dim else c.take("head_dim", d_model / heads)
-    if head_dim != int(head_dim) or heads % kv_heads:
+    if head_dim != int(head_dim) or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"config: hidden_size {d_model}, num_attention_heads {heads}"
                          f" and num_key_value_heads {kv_heads} do not divide evenly")
     return Attention(heads, kv_heads, int(head_dim), **more)

@@ -7,7 +7,7 @@ INSTALLED = $(VENV)/.installed
 HTML = _build/html
 PORT = 8000
 
-.PHONY: help book test check execute sync bench serve clean model
+.PHONY: help book test check execute sync bench links serve clean model
 .DEFAULT_GOAL := help
 
 help:  ## say what the targets do
@@ -32,7 +32,11 @@ execute: $(INSTALLED) model  ## run the notebooks that changed (ALL=1: all; NAME
 	@$(PY) tools/notebooks.py execute $(if $(ALL),--all) $(NAMES)
 
 bench: $(INSTALLED) model  ## measure the speed of the library on this machine
-	$(PY) -m pytest -q -s tests/benchmarks --benchmarks
+	$(PY) -m pip install --quiet -r tests/benchmarks/requirements.txt -c constraints.txt
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+links: $(INSTALLED)  ## ask the network whether the pages that the course cites are there
+	$(VENV)/bin/jupyter-book build --builder linkcheck .
 
 serve: book  ## build the book and serve it on this machine
 	$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory $(HTML)

@@ -34,11 +34,11 @@ class Tokenizer:
     `stop` the ids that end an answer.
     """
 
-    def __init__(self, metadata):
-        """`metadata(key, default)` looks a key of the GGUF file up."""
-        kind = metadata("tokenizer.ggml.model")
-        tokens = metadata("tokenizer.ggml.tokens")
-        types = metadata("tokenizer.ggml.token_type")
+    def __init__(self, metadata: dict):
+        """Build it from the metadata of a GGUF file."""
+        kind = metadata["tokenizer.ggml.model"]
+        tokens = metadata["tokenizer.ggml.tokens"]
+        types = metadata["tokenizer.ggml.token_type"]
         if kind == "gpt2":
             self._tokenizer = _byte_level(metadata, tokens)
         elif kind == "llama":
@@ -56,12 +56,12 @@ class Tokenizer:
              for i, token in enumerate(tokens) if types[i] == _USER_DEFINED]
         )
         self.vocab = len(tokens)
-        first = kind == "llama" or metadata("tokenizer.ggml.pre", "-") == "llama-bpe"
-        add_bos = metadata("tokenizer.ggml.add_bos_token", first)
-        self.bos = metadata("tokenizer.ggml.bos_token_id") if add_bos else None
-        self.stop = {metadata("tokenizer.ggml.eos_token_id")}
+        first = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", first)
+        self.bos = metadata["tokenizer.ggml.bos_token_id"] if add_bos else None
+        self.stop = {metadata["tokenizer.ggml.eos_token_id"]}
         if "tokenizer.ggml.eot_token_id" in metadata:
-            self.stop.add(metadata("tokenizer.ggml.eot_token_id"))
+            self.stop.add(metadata["tokenizer.ggml.eot_token_id"])
         # Chat models end a turn with one of these, whatever the file's end of text.
         turns = ("<|im_end|>", "<|eot_id|>")
         self.stop |= {special[token] for token in turns if token in special}
@@ -76,10 +76,10 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def _byte_level(metadata, tokens: list[str]) -> _Tokenizer:
+def _byte_level(metadata: dict, tokens: list[str]) -> _Tokenizer:
     """BPE over bytes; the pre-tokenizer's name says how text is cut up first."""
     whole = False
-    match pre := metadata("tokenizer.ggml.pre", "missing"):
+    match pre := metadata.get("tokenizer.ggml.pre"):
         case "smollm":  # digits one by one
             digits = pre_tokenizers.Digits(individual_digits=True)
             cut = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -96,7 +96,7 @@ def _byte_level(metadata, tokens: list[str]) -> _Tokenizer:
                 f"path: pre-tokenizer {pre!r} is not supported, only 'smollm', "
                 "'gpt-2' and 'llama-bpe'"
             )
-    merges = [tuple(pair.split(" ")) for pair in metadata("tokenizer.ggml.merges")]
+    merges = [tuple(pair.split(" ")) for pair in metadata["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = _Tokenizer(models.BPE(vocab, merges, ignore_merges=whole))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
@@ -104,9 +104,9 @@ def _byte_level(metadata, tokens: list[str]) -> _Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(metadata, tokens: list[str], types: list[int]) -> _Tokenizer:
+def _sentencepiece(metadata: dict, tokens: list[str], types: list[int]) -> _Tokenizer:
     """BPE that merges the pair whose union has the best score."""
-    scores = metadata("tokenizer.ggml.scores")
+    scores = metadata["tokenizer.ggml.scores"]
     vocab = {token: i for i, token in enumerate(tokens)}
     plain = {t for t, i in vocab.items() if types[i] not in (_BYTE, _CONTROL)}
     merges = [
@@ -121,7 +121,7 @@ def _sentencepiece(metadata, tokens: list[str], types: list[int]) -> _Tokenizer:
         vocab, [(left, right) for _, left, right in merges],
         unk_token=unknown, fuse_unk=True, byte_fallback=True,
     ))
-    prefix = metadata("tokenizer.ggml.add_space_prefix", True)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE)] * prefix + [normalizers.Replace(" ", _SPACE)]
     )

@@ -98,7 +98,7 @@ class Transformer:
         self.dtype, self.device, self.eps = dtype, torch.device(device), weights.eps
 
         def tensor(*names: str) -> Tensor:
-            parts = [weights.tensor(f"{name}.weight").to(dtype) for name in names]
+            parts = [weights.tensor(name).to(dtype) for name in names]
             return torch.cat(parts).to(device)
 
         def products(*names: str) -> tuple[Linear, ...]:

@@ -297,17 +297,22 @@ def this_machine(
         raise ValueError(f"dtype must name at least one of {', '.join(TORCH_DTYPES)}")
     place = device()
     key = _identity(place)
-    known = {} if refresh else _load(key)
-    found = dict(known) or {"flops": {}, "date": date.today().isoformat()}
-    if "bandwidth" not in found:
-        size = min(BANDWIDTH_SET, int(key["memory"]) // 4)
-        found["bandwidth"] = bandwidth([size], budget=0.6, on=place)[0].rate
+    found = {} if refresh else _load(key)
+    size = min(BANDWIDTH_SET, key["memory"] // 4)
+    new = [name for name in dtypes if name not in found.get("flops", {})]
+    first = not found
+    if first:
+        found = {"flops": {}, "date": date.today().isoformat()}
+        found["bandwidth"] = bandwidth([size], budget=0.3, on=place)[0].rate
         found["overhead"] = median(t.median for t in overhead(on=place).values())
-    for name in dtypes:
-        if name not in found["flops"]:
-            rates = gemm(name, GEMM_SIZES[1:], budget=0.15, on=place)
-            found["flops"][name] = max(rate.rate for rate in rates)
-            _store(key, found)
+    for name in new:
+        rates = gemm(name, GEMM_SIZES[1:], budget=0.15, on=place)
+        found["flops"][name] = max(rate.rate for rate in rates)
+    if first:  # memory is shared with other work: look again a few seconds later
+        again = bandwidth([size], budget=0.3, on=place)[0].rate
+        found["bandwidth"] = max(found["bandwidth"], again)
+    if new:
+        _store(key, found)
     return Accelerator(
         name="this-machine",
         label=key["label"],

@@ -51,7 +51,8 @@ $(INSTALLED): requirements.txt constraints.txt lib/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "The course needs Python 3.11 or newer; %s is %d.%d. Name another one: make PYTHON=python3.12" \
 	  % (sys.executable, *sys.version_info[:2]))'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --progress-bar off --quiet \
+	@echo "Setting up $(VENV): a few minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar off --quiet \
 	  -r requirements.txt -c constraints.txt
 	@touch $@

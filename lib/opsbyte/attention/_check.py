@@ -15,9 +15,7 @@ def check_tensors(q, k, v) -> None:
     the query heads are a multiple of the key heads.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"{name}: got {got}, want (batch, heads, time, dim)")
+        check_dims(name, x, "(batch, heads, time, dim)")
         check_like(name, x, q)
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[3] == 0:
         raise ValueError(
@@ -30,6 +28,13 @@ def check_tensors(q, k, v) -> None:
             f" {tuple(k.shape)}"
         )
     check_heads(q.shape[1], k.shape[1])
+
+
+def check_dims(name: str, x, dims: str) -> None:
+    """Raise ValueError unless x is a tensor with the dimensions named."""
+    if not isinstance(x, torch.Tensor) or x.dim() != dims.count(",") + 1:
+        got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{name}: got {got}, want {dims}")
 
 
 def check_like(name: str, x: torch.Tensor, q: torch.Tensor) -> None:

@@ -46,9 +46,8 @@ def attention(
     scale = _check.resolve_scale(scale, q.shape[-1])
     Tq, Tk, kv_heads = q.shape[2], k.shape[2], k.shape[1]
     mask = visible(
-        torch.arange(Tk - Tq, Tk, device=q.device),
-        torch.arange(Tk, device=q.device),
-        causal=causal, window=window, sinks=sinks,
+        range(Tk - Tq, Tk), range(Tk),
+        causal=causal, window=window, sinks=sinks, device=q.device,
     )
     rows = accumulator(group(q, kv_heads))             # (B, Hkv, G·Tq, D)
     if mask is not None:
@@ -72,19 +71,26 @@ def attention(
 
 
 def visible(
-    queries: Tensor, keys: Tensor, *, causal: bool, window: int | None, sinks: int
+    queries: range, keys: range,
+    *, causal: bool, window: int | None, sinks: int, device: torch.device,
 ) -> Tensor | None:
     """Which key positions each query position sees, `(Tq, Tk)` of bool.
 
     None when every query sees every key, which saves making the mask.
     """
-    if not causal or 0 in (len(queries), len(keys)):
+    if not causal or not queries or not keys:
         return None
-    distance = queries[:, None] - keys                 # 0 is the own key
+    ahead = keys[-1] > queries[0]
+    behind = window is not None and queries[-1] - keys[0] >= window
+    if not ahead and not behind:
+        return None
+    rows = torch.arange(queries[0], queries[-1] + 1, device=device)
+    columns = torch.arange(keys[0], keys[-1] + 1, device=device)
+    distance = rows[:, None] - columns                 # 0 is the own key
     mask = distance >= 0
     if window is not None:
-        mask &= (distance < window) | (keys < sinks)
-    return None if mask.all() else mask
+        mask &= (distance < window) | (columns < sinks)
+    return mask
 
 
 def weigh(weights: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -104,16 +104,18 @@ def online_softmax(
     groups = H // kv_heads
     # Powers of 2 are cheaper than powers of e: scores come in units of ln 2.
     rows = accumulator(group(q, kv_heads)) * (scale / math.log(2))
-    positions = torch.arange(first, first + T, device=q.device).repeat(groups)
     m = rows.new_full(rows.shape[:3], torch.finfo(rows.dtype).min).unsqueeze(-1)
     l = torch.zeros_like(m)
     acc = rows.new_zeros(*rows.shape[:3], value_dim)
 
     for start, k, v in tiles:
-        keys = torch.arange(start, start + k.shape[2], device=q.device)
-        mask = visible(positions, keys, causal=causal, window=window, sinks=sinks)
+        mask = visible(
+            range(first, first + T), range(start, start + k.shape[2]),
+            causal=causal, window=window, sinks=sinks, device=q.device,
+        )
         s = rows @ accumulator(k).mT                          # (B, Hkv, G·T, n)
         if mask is not None:
+            mask = mask.repeat(groups, 1)                     # (G·T, n)
             s.masked_fill_(~mask, -torch.inf)
         # The maximum only guards against overflow: it cancels in the result,
         # so no gradient flows through it.

@@ -59,8 +59,8 @@ def paged_attention(
     window: int | None = None,
     sinks: int = 0,
     scale: float | None = None,
-    block_q: int = 512,
-    block_k: int = 512,
+    block_q: int = 256,
+    block_k: int = 1024,
     traffic: Traffic | None = None,
 ) -> Tensor:
     """FlashAttention whose tiles of keys come through the block table.
@@ -81,20 +81,21 @@ def paged_attention(
     _check.check_count("block_k", block_k)
     scale = _check.resolve_scale(scale, query.shape[-1])
     mask = {"causal": causal, "window": window, "sinks": sinks}
-    blocks = max(1, block_k // key_cache.shape[1])           # a tile
-    outs = []
-    for q, table, kv_len in _sequences(
+    sequences = _sequences(
         query, key_cache, value_cache, query_lens, kv_lens, block_tables
-    ):
+    )
+    size = key_cache.shape[1]
+    block_k = max(1, block_k // size) * size
+    caches = [key_cache, value_cache]
+    buffers = [x.new_empty(block_k // size, *x.shape[1:]) for x in caches]
+    outs = []
+    for q, table, kv_len in sequences:
         for start in range(0, q.shape[2], block_q):
             rows = q[:, :, start : start + block_q]
             first = kv_len - q.shape[2] + start
-            starts = key_tiles(
-                first, rows.shape[2], kv_len, blocks * key_cache.shape[1], **mask
-            )
+            starts = key_tiles(first, rows.shape[2], kv_len, block_k, **mask)
             out, _ = online_softmax(
-                rows,
-                _tiles(starts, table, kv_len, blocks, key_cache, value_cache, traffic),
+                rows, _tiles(starts, table, kv_len, caches, buffers, traffic),
                 first=first, kv_heads=key_cache.shape[2],
                 value_dim=value_cache.shape[3], scale=scale, **mask,
             )
@@ -114,33 +115,66 @@ def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def _tiles(
-    starts: list[int], table: Tensor, kv_len: int, blocks: int,
-    key_cache: Tensor, value_cache: Tensor, traffic: Traffic | None,
+    starts: list[int], table: Tensor, kv_len: int, caches: list[Tensor],
+    buffers: list[Tensor], traffic: Traffic | None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Tiles of `blocks` blocks: small copies, which stay in fast memory."""
-    size = key_cache.shape[1]
+    """Tiles of whole blocks, copied to buffers small enough for fast memory."""
+    blocks, size = buffers[0].shape[:2]
     for start in starts:
         ids = table[start // size :][:blocks]
+        tiles = [
+            torch.index_select(cache, 0, ids, out=buffer[: len(ids)])
+            for cache, buffer in zip(caches, buffers, strict=True)
+        ]
         if traffic is not None:
-            for cache in (key_cache, value_cache):
-                traffic.load(cache[:1].expand(len(ids), *cache.shape[1:]))
-            traffic.load(ids)
-        n = kv_len - start
-        yield start, gather(key_cache, ids, n), gather(value_cache, ids, n)
+            traffic.load(ids, *tiles)
+        k, v = (x.flatten(0, 1)[: kv_len - start].transpose(0, 1)[None] for x in tiles)
+        yield start, k, v                                     # (1, Hkv, n, D)
 
 
 def _sequences(
     query, key_cache, value_cache, query_lens, kv_lens, block_tables
-) -> Iterator[tuple[Tensor, Tensor, int]]:
+) -> list[tuple[Tensor, Tensor, int]]:
     """Queries `(1, Hq, T, D)`, used table entries and length of each sequence."""
+    _check_pages(query, key_cache, value_cache)
+    query_lens = _lengths("query_lens", query_lens)
+    kv_lens = _lengths("kv_lens", kv_lens)
+    tables = torch.as_tensor(block_tables, device=query.device)
+    if tables.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"block_tables: got {tables.dtype}, want int32 or int64")
+    if tables.dim() != 2 or not len(query_lens) == len(kv_lens) == len(tables):
+        raise ValueError(
+            f"block_tables: got {tuple(tables.shape)} with {len(query_lens)} query_lens"
+            f" and {len(kv_lens)} kv_lens, want one row and one length a sequence"
+        )
+    if sum(query_lens) != len(query):
+        raise ValueError(
+            f"query_lens: got a sum of {sum(query_lens)}, want the {len(query)} queries"
+        )
+    blocks, size = key_cache.shape[:2]
+    used = [-(-kv_len // size) for kv_len in kv_lens]
+    if max(used, default=0) > tables.shape[1]:
+        raise ValueError(
+            f"kv_lens: got {max(kv_lens)} tokens, want at most the"
+            f" {tables.shape[1] * size} that a row of block_tables has blocks for"
+        )
+    rows = [table[:n] for table, n in zip(tables, used, strict=True)]
+    if rows and ((ids := torch.cat(rows)) < 0).logical_or(ids >= blocks).any():
+        raise ValueError(
+            f"block_tables: got block {ids.min()} to {ids.max()} of {blocks} blocks"
+        )
+    queries = query.transpose(0, 1).unsqueeze(0).split(query_lens, 2)
+    return list(zip(queries, rows, kv_lens, strict=True))
+
+
+def _check_pages(query, key_cache, value_cache) -> None:
+    """Raise ValueError unless queries and caches fit together."""
     for name, x, dims in (
         ("query", query, "(tokens, heads, dim)"),
         ("key_cache", key_cache, "(blocks, block size, heads, dim)"),
         ("value_cache", value_cache, "(blocks, block size, heads, dim)"),
     ):
-        if not isinstance(x, Tensor) or x.dim() != dims.count(",") + 1:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: got {got}, want {dims}")
+        _check.check_dims(name, x, dims)
         _check.check_like(name, x, query)
     if key_cache.shape[:3] != value_cache.shape[:3] or 0 in key_cache.shape[1:]:
         raise ValueError(
@@ -152,32 +186,6 @@ def _sequences(
             f"query: got dimension {query.shape[2]}, want {key_cache.shape[3]}"
         )
     _check.check_heads(query.shape[1], key_cache.shape[2])
-    query_lens, kv_lens = _lengths("query_lens", query_lens), _lengths("kv_lens", kv_lens)
-    tables = torch.as_tensor(block_tables, device=query.device)
-    if not len(query_lens) == len(kv_lens) == len(tables) or tables.dim() != 2:
-        raise ValueError(
-            f"block_tables: got {tuple(tables.shape)} with {len(query_lens)} query_lens"
-            f" and {len(kv_lens)} kv_lens, want one row and one length a sequence"
-        )
-    if tables.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"block_tables: got {tables.dtype}, want int32 or int64")
-    if sum(query_lens) != len(query):
-        raise ValueError(
-            f"query_lens: got a sum of {sum(query_lens)}, want the {len(query)} queries"
-        )
-    size, stop = key_cache.shape[1], 0
-    used = [-(-kv_len // size) for kv_len in kv_lens]
-    for s, n in enumerate(used):
-        ids = tables[s, :n]
-        if len(ids) < n or (n and not 0 <= ids.min() <= ids.max() < len(key_cache)):
-            raise ValueError(
-                f"block_tables: row {s} is {ids.tolist()}, want {n} block numbers"
-                f" below {len(key_cache)} for {kv_lens[s]} tokens"
-            )
-    for s, n in enumerate(used):
-        start, stop = stop, stop + query_lens[s]
-        q = query[start:stop].transpose(0, 1).unsqueeze(0)
-        yield q, tables[s, :n], kv_lens[s]
 
 
 def _lengths(name: str, lengths) -> list[int]:
@@ -280,7 +288,9 @@ class PagedKVCache:
         )
         missing = -(-(length + tokens) // self.block_size) - len(table)
         if missing + shared > len(self._free):
-            raise OutOfBlocks(f"want {missing + shared} blocks, {self.free_blocks} free")
+            raise OutOfBlocks(
+                f"want {missing + shared} blocks, {self.free_blocks} are free"
+            )
         if shared:                                      # copy on write
             mine = self._take()
             for cache in (self.keys, self.values):
@@ -291,14 +301,14 @@ class PagedKVCache:
         self._lengths[seq] = length + tokens
 
     def write(self, seq: int, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Put k `(T, Hkv, D)` and v `(T, Hkv, Dv)` in the sequence's last T slots."""
+        """Put k `(T, Hkv, D)` and v `(T, Hkv, Dv)` in the sequence's last T slots.
+
+        They are rounded to the cache's dtype.
+        """
         length = self.length(seq)
-        for name, x, cache in (("k", k, self.keys), ("v", v, self.values)):
-            if x.shape[1:] != cache.shape[3:] or len(x) != len(k) or len(x) > length:
-                raise ValueError(
-                    f"{name}: got {tuple(x.shape)}, want at most {length} tokens of"
-                    f" {tuple(cache.shape[3:])}, as many in k as in v"
-                )
+        self._check_tokens(k, v)
+        if len(k) > length:
+            raise ValueError(f"k: got {len(k)} tokens, want at most {length}")
         positions = torch.arange(length - len(k), length)
         table = torch.tensor(self._tables[seq], dtype=torch.int64)
         where = table[positions // self.block_size], positions % self.block_size
@@ -311,10 +321,7 @@ class PagedKVCache:
             raise ValueError(
                 f"append: got {len(self.keys)} layers, want 1; use extend and write"
             )
-        if len(k) != len(v) or k.dim() != 3:
-            raise ValueError(
-                f"k, v: got {tuple(k.shape)} and {tuple(v.shape)}, want (T, Hkv, D)"
-            )
+        self._check_tokens(k, v)
         self.extend(seq, len(k))
         self.write(seq, k, v)
 
@@ -323,7 +330,8 @@ class PagedKVCache:
         length = self.length(seq)
         if len(tokens) > length:
             raise ValueError(f"tokens: got {len(tokens)}, want at most {length}")
-        for block, digest in zip(self._tables[seq], self._digests(tokens), strict=False):
+        known = zip(self._tables[seq], self._digests(tokens), strict=False)
+        for block, digest in known:
             if digest not in self._block_of and block not in self._digest_of:
                 self._block_of[digest], self._digest_of[block] = block, digest
 
@@ -378,6 +386,12 @@ class PagedKVCache:
             digest = hashlib.sha256(digest + block).digest()
             yield digest
 
+    def _check_tokens(self, k: Tensor, v: Tensor) -> None:
+        for name, x, cache in (("k", k, self.keys), ("v", v, self.values)):
+            want = (len(k), *cache.shape[3:])
+            if x.shape != want:
+                raise ValueError(f"{name}: got {tuple(x.shape)}, want {want}")
+
     def _known(self, seq: int) -> None:
         if seq not in self._tables:
             raise ValueError(f"seq: got {seq!r}, want one of {sorted(self._tables)}")
@@ -393,8 +407,8 @@ def paged_bytes(
     value_dim: int | None = None,
     itemsize: int = 2,
     block_size: int = 16,
-    block_q: int = 512,
-    block_k: int = 512,
+    block_q: int = 256,
+    block_k: int = 1024,
     causal: bool = True,
     window: int | None = None,
     sinks: int = 0,

@@ -83,6 +83,7 @@ class RollingKVCache:
         return torch.where(positions < self.sinks, positions, ring)
 
     def _check(self, k: Tensor, v: Tensor) -> None:
+        _check.check_dims("k", k, "(batch, heads, time, dim)")
         _check.check_tensors(k, k, v)
         for name, new, cache in (("k", k, self._keys), ("v", v, self._values)):
             if cache is not None:

@@ -106,11 +106,22 @@ def use_base_url(app, config) -> None:
     """Pass the place where the book is hosted on to the pages that need it."""
     path = urlsplit(config.html_baseurl or "").path.rstrip("/")
     config.notfound_urls_prefix = f"{path}/"
-    if config.html_baseurl:
-        config.ogp_site_url = config.html_baseurl
-        app.setup_extension("sphinx_sitemap")
-        app.setup_extension("sphinxext.opengraph")
-        config.sitemap_url_scheme = "{link}"
+    config.notfound_context = {
+        "title": "Page not found",
+        "body": "<h1>Page not found</h1><p>There is no page at this address. Search the"
+        f' course, or start at <a href="{path}/index.html">its first page</a>.</p>',
+    }
+    if not config.html_baseurl:
+        return
+    app.setup_extension("sphinx_sitemap")
+    config.sitemap_url_scheme = "{link}"
+    config.sitemap_excludes = ["404.html", "search.html"]
+    app.setup_extension("sphinxext.opengraph")
+    config.ogp_site_url = config.html_baseurl
+    config.ogp_site_name = config.html_title
+    picture = "_static/social.png"
+    cards = {"image": picture, "image_mini": picture, "line_color": "#e69f00"}
+    config.ogp_social_cards = cards
 
 
 def setup(app):

@@ -78,11 +78,11 @@ class Page:
                 return answer["result"]
             self.events.append(answer)
 
-    def look(self, *, width: int = 1280, dark: bool = False) -> None:
-        """Set the window's width in pixels and the reader's theme."""
+    def look(self, *, width=1280, height=900, dark: bool = False) -> None:
+        """Set the window's size in pixels and the reader's theme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=900, deviceScaleFactor=1, mobile=width < 600,
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[theme])
@@ -127,14 +127,12 @@ class Page:
                     found.append(f"{entry['text']} {entry.get('url', '')}")
         return found
 
-    def screenshot(self, file: Path) -> None:
-        """The whole page, as far down as it goes."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"]}
-        picture = self.call(
-            "Page.captureScreenshot",
-            clip={**clip, "scale": 1}, captureBeyondViewport=True,
-        )  # fmt: skip
+    def screenshot(self, file: Path, **look) -> None:
+        """The whole page, in a window as high as the page."""
+        self.look(**look)
+        height = self.evaluate("document.documentElement.scrollHeight")
+        self.look(**look, height=min(height, 16_000))
+        picture = self.call("Page.captureScreenshot")
         file.write_bytes(base64.b64decode(picture["data"]))
 
 
@@ -172,7 +170,7 @@ def main() -> None:
             for name, look in looks.items():
                 page.look(**look)
                 page.open(f"{address}/{file.relative_to(html).as_posix()}")
-                page.screenshot(target / f"{file.stem}-{name}.png")
+                page.screenshot(target / f"{file.stem}-{name}.png", **look)
             print(file.stem, flush=True)
 
 

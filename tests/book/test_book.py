@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import notebooks
 import pytest
+import yaml
 from bs4 import BeautifulSoup
 
 ROOT = notebooks.ROOT
@@ -25,23 +26,36 @@ FETCHED = {
     "track": ["src"], "input": ["src"], "use": ["href", "xlink:href"],
     "image": ["href", "xlink:href"],
 }  # fmt: skip
+PLACE = "https://someone.example.org/course/"
 IDLE_LINKS = {"canonical", "next", "prev", "search", "index", "author", "license"}
 
 
-def build(target: Path) -> subprocess.CompletedProcess:
+def build(target: Path, *options) -> Path:
     """Build the book from nothing into `target`, with warnings as errors."""
     tool = Path(sys.executable).with_name("jupyter-book")
-    strict = ["-W", "-n", "--keep-going", "--all"]
+    strict = ["-W", "-n", "--keep-going", "--all", *options]
     command = [tool, "build", *strict, "--path-output", target, ROOT]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return target / "_build" / "html"
 
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    target = tmp_path_factory.mktemp("book")
-    result = build(target)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return target / "_build" / "html"
+    return build(tmp_path_factory.mktemp("book"))
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory):
+    """The book as it is with a public repository and a public address."""
+    target = tmp_path_factory.mktemp("hosted")
+    settings = yaml.safe_load((ROOT / "_config.yml").read_text())
+    settings["repository"]["url"] = "https://github.com/someone/course"
+    settings["html"]["baseurl"] = PLACE
+    settings["sphinx"]["local_extensions"]["course"] = str(ROOT / "_ext")
+    config = target / "_config.yml"
+    config.write_text(yaml.safe_dump(settings))
+    return build(target, "--config", config)
 
 
 @cache
@@ -76,19 +90,23 @@ def is_redirect(page: Path) -> bool:
 # ---- the checks ------------------------------------------------------------
 
 
-def dead_links(folder: Path) -> list[str]:
-    """Internal links, anchors, images, styles and scripts that lead nowhere."""
+def dead_links(folder: Path, prefix: str = "") -> list[str]:
+    """Internal links, anchors, images, styles and scripts that lead nowhere.
+
+    The 404 page is served for any address, so its links start at the root of the host,
+    or at `prefix` below it.
+    """
     problems = []
     for page in pages(folder):
-        absolute = page.name == "404.html"  # served for any address, so from the root
         for value, tag in targets(page):
             parts = urlsplit(value)
             if parts.scheme or parts.netloc or value in ("", "#"):
                 continue
             path = unquote(parts.path)
-            base = folder if absolute and path.startswith("/") else page.parent
-            file = (base / path.lstrip("/" if absolute else "")).resolve()
-            file = page if not path else file
+            if path.startswith(f"{prefix}/") and page.name == "404.html":
+                file = folder / path.removeprefix(f"{prefix}/")
+            else:
+                file = (page.parent / path).resolve() if path else page
             if file.is_dir():
                 file = file / "index.html"
             if not file.is_file():
@@ -166,6 +184,12 @@ def poor_pages(folder: Path) -> list[str]:
     return problems
 
 
+def hosting_links(folder: Path) -> list[str]:
+    """Links that need a public repository."""
+    found = (tag.get("href", "") for page in pages(folder) for tag in parse(page)("a"))
+    return [link for link in found if re.search("colab|binder|someone/course", link)]
+
+
 CHECKS = [dead_links, remote_requests, dead_styles, poor_pages]
 
 
@@ -201,6 +225,30 @@ def test_mathematics_is_typeset_by_the_local_copy(book):
         formulas = parse(page).select(".math.tex")
         assert loaded == bool(formulas), page.name
         assert not any("mathjax" in source.lower() for source in sources), page.name
+
+
+@pytest.mark.slow
+def test_without_a_public_place_nothing_points_to_one(book):
+    if not notebooks.repository_url():
+        assert hosting_links(book) == []
+        assert not (book / "sitemap.xml").exists()
+
+
+@pytest.mark.slow
+def test_with_a_public_place_launch_buttons_sitemap_and_cards_appear(hosted):
+    links = hosting_links(hosted)
+    sitemap = (hosted / "sitemap.xml").read_text()
+    for _, file in notebooks.twins():
+        launch = f"/github/someone/course/blob/main/chapters/{file.name}"
+        assert any(link.endswith(launch) for link in links), file.name
+        assert f"{PLACE}chapters/{file.stem}.html" in sitemap
+        soup = parse(hosted / "chapters" / f"{file.stem}.html")
+        card = soup.find("meta", property="og:image")["content"]
+        path = card.removeprefix(PLACE)
+        assert (hosted / path).is_file()
+    assert links and "404.html" not in sitemap
+    assert dead_links(hosted, prefix="/course") == []
+    assert remote_requests(hosted) == []
 
 
 # ---- the checks can fail ---------------------------------------------------

@@ -1,7 +1,7 @@
 """What the recurrent forms share: checks, dtypes, chunks, sums of log-decays."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,36 @@ def first_state(initial_state: Tensor | None, shape: tuple, q: Tensor) -> Tensor
         return torch.zeros(shape, dtype=dtype, device=q.device)
     check_gate("initial_state", initial_state, q, (shape,))
     return initial_state.to(dtype)
+
+
+# Rows (heads × steps) whose chunks are prepared together: enough for products in
+# large batches, few enough to stay in a CPU's cache. Any number gives the same.
+ROWS = 4096
+
+
+def segments(chunk: int, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Tensors `(N, …, T, dim)` cut to `(N, …, chunks, chunk, dim)`, a few at a time.
+
+    With each stretch comes the slice of time it is; the last chunk is filled up
+    with zeros beyond it.
+    """
+    N, T = tensors[0].shape[0], tensors[0].shape[-2]
+    chunk = max(1, min(chunk, T))
+    stride = chunk * max(1, ROWS // (chunk * max(N, 1)))
+    for start in range(0, T, stride):
+        span = slice(start, min(start + stride, T))
+        tiles = [x[..., span, :] for x in tensors]
+        if pad := (start - span.stop) % chunk:
+            tiles = [F.pad(x, (0, 0, 0, pad)) for x in tiles]
+        yield span, [x.unflatten(-2, (-1, chunk)) for x in tiles]
+
+
+def per_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(B·Hq, T, dim)` each in the accumulator's dtype, key heads repeated."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return tuple(accumulator(x).flatten(0, 1) for x in (q, k, v))
 
 
 def before(log_decay: Tensor) -> Tensor:

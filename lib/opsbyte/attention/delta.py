@@ -12,7 +12,6 @@ a triangular system, (I + L) u = β (v − k S), solved once for all right-hand 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opsbyte.attention._recurrence import (
@@ -23,9 +22,11 @@ from opsbyte.attention._recurrence import (
     check_log_decay,
     check_recurrent,
     first_state,
+    per_head,
+    segments,
 )
 from opsbyte.attention.dense import accumulator
-from opsbyte.attention.gated import decayed_scores, per_head
+from opsbyte.attention.gated import decayed_scores
 
 
 def gated_delta_rule(
@@ -36,7 +37,7 @@ def gated_delta_rule(
     log_decay: Tensor | None = None,
     *,
     form: str = "chunkwise",
-    chunk: int = 64,
+    chunk: int = 32,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -66,16 +67,20 @@ def gated_delta_rule(
     state = first_state(initial_state, (B, H, K, v.shape[3]), q).flatten(0, 1)
     dtype = q.dtype
     beta = beta.to(accumulator(q).dtype).flatten(0, 1).unsqueeze(-1)
-    form = _recurrent if form == "recurrent" else _chunkwise
-    out, state = form(*per_head(q, k, v), beta, g, state, chunk)
+    args = *per_head(q, k, v), beta, g, state
+    if form == "recurrent":
+        out, state = _recurrent(*args)
+    else:
+        out, state = _chunkwise(*args, chunk)
     out = out.unflatten(0, (B, H)).to(dtype)
     return (out, state.unflatten(0, (B, H))) if return_state else out
 
 
-def _recurrent(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _recurrent(q, k, v, beta, g, S: Tensor) -> tuple[Tensor, Tensor]:
     """The definition, step by step: fade, recall, write the difference, read."""
-    outs = []
-    for q, k, v, beta, g in zip(*(x.split(1, 1) for x in (q, k, v, beta, g))):
+    outs = [v[:, :0]]
+    steps = (x.split(1, 1) for x in (q, k, v, beta, g))
+    for q, k, v, beta, g in zip(*steps, strict=True):
         S = g.exp().mT * S                          # (N, K, V)
         u = beta * (v - k @ S)                      # (N, 1, V)
         S = S + k.mT * u
@@ -84,40 +89,31 @@ def _recurrent(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
 
 
 def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk, what needs no state beforehand for all of them at once."""
-    T = q.shape[1]
-    outs = []
-    # Padding steps have k = v = β = g = 0: they write nothing.
-    pad = -T % chunk
-    q, k, v, beta, g = (
-        F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, chunk)) for x in (q, k, v, beta, g)
-    )
-    for tile in zip(*(x.split(SEGMENT, 1) for x in (q, k, v, beta, g))):
-        for read, scores, W, U, write, fade in zip(*_wy(*tile)):
+    """As gated linear attention, of u instead of v, once the state gives u."""
+    out = torch.empty_like(v)
+    for span, (q, k, v, beta, g) in segments(chunk, q, k, v, beta, g):
+        since = before(g).exp()                     # (N, chunks, C, 1 or K)
+        read, write = q * since, (k * after(g).exp()).mT
+        fade = since[..., -1:, :].mT                # (N, chunks, 1 or K, 1)
+        scores = decayed_scores(q, k, g)
+        U, W = _wy(k, v, beta, g, since)
+        outs = []
+        parts = (x.unbind(1) for x in (scores, read, write, U, W, fade))
+        for scores, read, write, U, W, fade in zip(*parts, strict=True):
             u = torch.baddbmm(U, W, S, alpha=-1)    # (N, C, V)
             outs.append(torch.baddbmm(torch.bmm(read, S), scores, u))
             S = torch.baddbmm(fade * S, write, u)
-    return torch.cat(outs, 1)[:, :T], S
+        out[:, span] = torch.cat(outs, 1)[:, : span.stop - span.start]
+    return out, S
 
 
-def _wy(q, k, v, beta, g):
-    """What a chunk's steps do whatever the state, for `(N, chunks, C, dim)`.
+def _wy(k, v, beta, g, since) -> tuple[Tensor, Tensor]:
+    """U `(…, C, V)` and W `(…, C, K)` of u = U − W S, without knowing the state S.
 
-    The u of all steps is u = U − W S with U = M β v, W = M β k and
-    M = (I + L)⁻¹, L the strictly lower triangle of β k kᵀ with its decay: the
-    WY representation; getting M from L is the UT transform.
+    (I + L) u = β (v − k S), with L the strictly lower triangle of β k kᵀ, both
+    decayed. The inverse of I + L is the UT transform, U and W the WY form.
     """
-    since = before(g)
-    from_start = since.exp()
-    L = beta * decayed_scores(k, k, g)              # its diagonal is not read
+    L = beta * decayed_scores(k, k, g)              # its diagonal is never read
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    M = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
-    U = M @ (beta * v)
-    W = M @ (beta * k * from_start)
-    write = (k * after(g).exp()).mT
-    parts = q * from_start, decayed_scores(q, k, g), W, U, write, from_start[..., -1:, :].mT
-    return [x.unbind(1) for x in parts]
-
-
-# Chunks prepared at once: enough for batched products, few enough for the cache.
-SEGMENT = 8
+    inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+    return inverse @ (beta * v), inverse @ (beta * k * since)

@@ -23,8 +23,9 @@ from opsbyte.attention._recurrence import (
     check_log_decay,
     check_recurrent,
     first_state,
+    per_head,
+    segments,
 )
-from opsbyte.attention.dense import accumulator
 
 
 def gated_linear_attention(
@@ -34,7 +35,7 @@ def gated_linear_attention(
     log_decay: Tensor,
     *,
     form: str = "chunkwise",
-    chunk: int = 64,
+    chunk: int = 32,
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,30 +59,38 @@ def gated_linear_attention(
     state = first_state(initial_state, (B, H, K, v.shape[3]), q).flatten(0, 1)
     q, k, v, dtype = *per_head(q, k, v), q.dtype           # (N, T, K or V)
 
-    # The parallel form is one chunk, the recurrent form chunks of one step.
-    size = {"recurrent": 1, "parallel": max(T, 1), "chunkwise": chunk}[form]
-    update = _step if form == "recurrent" else _chunk
-    outs = []
-    for tile in zip(*(x.split(size, 1) for x in (q, k, v, g)), strict=True):
-        out, state = update(*tile, state)
-        outs.append(out)
-    out = torch.cat(outs, 1).unflatten(0, (B, H)).to(dtype)
+    if form == "recurrent":
+        out, state = _recurrent(q, k, v, g, state)
+    else:  # the parallel form is one chunk
+        out, state = _chunkwise(q, k, v, g, state, T if form == "parallel" else chunk)
+    out = out.unflatten(0, (B, H)).to(dtype)
     return (out, state.unflatten(0, (B, H))) if return_state else out
 
 
-def _step(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, for one step: fade, write, read."""
-    S = g.exp().mT * S + k.mT * v                   # (N, K, V)
-    return q @ S, S
+def _recurrent(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, step by step: fade, write, read."""
+    outs = [v[:, :0]]
+    for q, k, v, g in zip(*(x.split(1, 1) for x in (q, k, v, g)), strict=True):
+        S = g.exp().mT * S + k.mT * v               # (N, K, V)
+        outs.append(q @ S)                          # (N, 1, V)
+    return torch.cat(outs, 1), S
 
 
-def _chunk(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Many steps: decayed weights among them, the state for all before them."""
-    since = before(g)                               # (N, C, 1 or K)
-    out = torch.bmm(q * since.exp(), S)
-    out = torch.baddbmm(out, decayed_scores(q, k, g), v)
-    S = since[:, -1:].exp().mT * S
-    return out, torch.baddbmm(S, (k * after(g).exp()).mT, v)
+def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Decayed weights within a chunk, the state for all the chunks before."""
+    out = torch.empty_like(v)
+    for span, (q, k, v, g) in segments(chunk, q, k, v, g):  # (N, chunks, C, dim)
+        since = before(g).exp()
+        read, write = q * since, (k * after(g).exp()).mT
+        fade = since[..., -1:, :].mT                # (N, chunks, 1 or K, 1)
+        within = decayed_scores(q, k, g) @ v
+        outs = []
+        parts = (x.unbind(1) for x in (within, read, write, v, fade))
+        for within, read, write, v, fade in zip(*parts, strict=True):
+            outs.append(torch.baddbmm(within, read, S))
+            S = torch.baddbmm(fade * S, write, v)
+        out[:, span] = torch.cat(outs, 1)[:, : span.stop - span.start]
+    return out, S
 
 
 def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
@@ -91,17 +100,16 @@ def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """
     if g.shape[-1] > 1:
         return _scores_by_halving(q, k, g)
-    return q @ k.mT * pairwise_decay(g)
+    return (q @ k.mT * pairwise_decay(g)).tril_()
 
 
 def pairwise_decay(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + … + g_i) for i >= j, else 0: `(…, C, 1)` to `(…, C, C)`.
+    """exp(g_{j+1} + … + g_i) for i >= j, else 1: `(…, C, 1)` to `(…, C, C)`.
 
     Sums g over each stretch, since a difference of long sums would cancel.
     """
-    C = g.shape[-2]
-    earlier = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
-    return (g * earlier).cumsum(-2).exp().tril()
+    later = torch.ones(g.shape[-2], g.shape[-2], device=g.device).tril(-1)
+    return (g * later.to(g.dtype)).cumsum(-2).exp()
 
 
 def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
@@ -124,11 +132,3 @@ def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
         cuts = cuts[..., :, 1, :, :, 0, :].diagonal(0, -4, -2)
         cuts.copy_((right @ left.mT).movedim(-3, -1))
     return scores[..., :C, :C]
-
-
-def per_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(B·Hq, T, dim)` each in the accumulator's dtype, key heads repeated."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return tuple(accumulator(x).flatten(0, 1) for x in (q, k, v))

@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opsbyte.attention._recurrence import check_form, check_recurrent, first_state
+from opsbyte.attention._recurrence import (
+    check_form,
+    check_recurrent,
+    first_state,
+    segments,
+)
 from opsbyte.attention.dense import accumulator
 from opsbyte.traffic import Traffic
 
@@ -60,57 +65,61 @@ def linear_attention(
     check_recurrent(q, k, v)
     check_form(form, ("recurrent", "parallel", "chunkwise"), chunk)
     phi = _resolve(feature_map)
-    B, kv_heads, T, V = v.shape
-    features = phi(k[:, :, :0]).shape[-1]
-    shape = (B, kv_heads, features, V + normalize)
+    query, key, value = phi(accumulator(q)), phi(accumulator(k)), accumulator(v)
+    if normalize:  # the key sum is the state of one more value that is always 1
+        value = F.pad(value, (0, 1), value=1.0)
+    B, heads, T, _ = k.shape
+    shape = (B, heads, key.shape[-1], value.shape[-1])
     state = first_state(initial_state, shape, q).flatten(0, 1)
-    q_rows = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (B·Hkv, G, T, K)
-    k_rows, v_rows = k.flatten(0, 1), v.flatten(0, 1)
+    rows = query.unflatten(1, (heads, -1)).flatten(0, 1)   # (B·Hkv, G, T, K')
+    args = rows, key.flatten(0, 1), value.flatten(0, 1), state
 
-    # The parallel form is one chunk, the recurrent form chunks of one step.
-    size = {"recurrent": 1, "parallel": max(T, 1), "chunkwise": chunk}[form]
-    update = _step if form == "recurrent" else _chunk
-    outs = []
-    for start in range(0, T, size):
-        now = slice(start, start + size)
-        tile = q_rows[:, :, now], k_rows[:, now], v_rows[:, now]
+    def count(start: int, stop: int) -> None:
+        """One tile: its queries, keys, values and the state in, two out."""
         if traffic is not None:
-            traffic.load(*tile, state)
-        out, state = update(*_lift(*tile, phi, normalize), state)
-        outs.append(_finish(out, normalize).to(q.dtype))
-        if traffic is not None:
-            traffic.store(outs[-1], state)
+            now = slice(start, stop)
+            traffic.load(q[:, :, now], k[:, :, now], v[:, :, now], state)
+            traffic.store(v[:, :1, now].expand(-1, q.shape[1], -1, -1), state)
 
-    out = torch.cat(outs, 2) if outs else q_rows.new_zeros(*q_rows.shape[:3], V)
-    out = out.unflatten(0, (B, kv_heads)).flatten(1, 2)    # (B, Hq, T, V)
-    return (out, state.unflatten(0, (B, kv_heads))) if return_state else out
-
-
-def _step(Q: Tensor, K: Tensor, V: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition: one step writes k vᵀ into the state, then q reads it."""
-    S = S + K.mT * V                                # (N, K, 1) * (N, 1, V)
-    return Q @ S[:, None], S                        # (N, G, 1, V)
+    if form == "recurrent":
+        out, state = _recurrent(*args, count)
+    else:  # the parallel form is one chunk
+        out, state = _chunkwise(*args, T if form == "parallel" else chunk, count)
+    out = _divide(out) if normalize else out
+    out = out.unflatten(0, (B, heads)).flatten(1, 2).to(q.dtype)
+    return (out, state.unflatten(0, (B, heads))) if return_state else out
 
 
-def _chunk(Q: Tensor, K: Tensor, V: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Many steps: masked weights among them, the state for all before them."""
-    rows = Q.flatten(1, 2)                          # (N, G·C, K)
-    weights = torch.bmm(rows, K.mT).unflatten(1, Q.shape[1:3])
-    weights = weights.tril_().flatten(1, 2)         # (N, G·C, C)
-    out = torch.baddbmm(torch.bmm(rows, S), weights, V)
-    return out.unflatten(1, Q.shape[1:3]), torch.baddbmm(S, K.mT, V)
+def _recurrent(q, k, v, S: Tensor, count) -> tuple[Tensor, Tensor]:
+    """The definition, step by step: write k vᵀ into the state, then read q."""
+    outs = [q[:, :, :0] @ S[:, None]]
+    for t in range(k.shape[1]):
+        S = S + k[:, t, :, None] * v[:, t, None]    # (N, K, V)
+        outs.append(q[:, :, t, None] @ S[:, None])  # (N, G, 1, V)
+        count(t, t + 1)
+    return torch.cat(outs, 2), S
 
 
-def _lift(Q, K, V, phi, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A tile's features; the key sum is the state of one more value, always 1."""
-    Q, K, V = phi(accumulator(Q)), phi(accumulator(K)), accumulator(V)
-    return Q, K, F.pad(V, (0, 1), value=1.0) if normalize else V
+def _chunkwise(q, k, v, S: Tensor, chunk: int, count) -> tuple[Tensor, Tensor]:
+    """Masked weights within a chunk, the state for all the chunks before."""
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    for span, (q, k, v) in segments(chunk, q, k, v):
+        G, chunks, C = q.shape[1:4]
+        rows = q.transpose(1, 2).flatten(2, 3)      # (N, chunks, G·C, K)
+        weights = (rows @ k.mT).unflatten(2, (G, C)).tril_().flatten(2, 3)
+        within = weights @ v                        # (N, chunks, G·C, V)
+        outs = []
+        for c in range(chunks):
+            outs.append(torch.baddbmm(within[:, c], rows[:, c], S).unflatten(1, (G, C)))
+            S = torch.baddbmm(S, k[:, c].mT, v[:, c])
+            start = span.start + c * C
+            count(start, min(start + C, span.stop))
+        out[:, :, span] = torch.cat(outs, 2)[:, :, : span.stop - span.start]
+    return out, S
 
 
-def _finish(out: Tensor, normalize: bool) -> Tensor:
-    """Divide by the weights' sum, the last column, if there is one."""
-    if not normalize:
-        return out
+def _divide(out: Tensor) -> Tensor:
+    """Answers over the sum of their weights, the last column; 0 if that is 0."""
     weight = out[..., -1:]
     nothing = weight == 0
     return (out[..., :-1] / weight.masked_fill(nothing, 1)).masked_fill(nothing, 0)

@@ -148,6 +148,22 @@ def test_logits_against_a_float64_loop(tmp_path, tied, scaled, fused):
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+# bf16 rounds to 8 significant bits and fp16 to 11; errors of about ten roundings.
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.06), ("fp16", 0.0075)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision(tmp_path, dtype, tolerance, fused):
+    weights = make_weights(tied=False)
+    path = write(tmp_path / "tiny.gguf", weights)
+    model = llm.load(dtype, path, fused=fused)
+    ids = np.random.default_rng(2).integers(0, len(TOKENS), 15)
+    expected = torch.from_numpy(forward(weights, ids, 1.0))
+    cache = model.new_cache(15)
+    parts = [model(p[None], cache)[0] for p in torch.from_numpy(ids).split([8, 1, 6])]
+    assert cache.keys.dtype == llm.DTYPES[dtype]
+    error = torch.linalg.vector_norm(torch.cat(parts) - expected)
+    assert error < tolerance * torch.linalg.vector_norm(expected)
+
+
 def test_config_is_the_catalogues(smollm):
     mine, theirs = smollm.config, models.model("smollm2-135m")
     shape = ("d_model", "vocab", "layers", "tied", "max_tokens")

@@ -1,0 +1,297 @@
+"""The scans of opsbyte.ssm against lean loops and other people's torch code.
+
+    pip install -r tests/benchmarks/requirements.txt
+    python tests/benchmarks/bench_ssm.py
+
+float32. Sides take turns in one process, figures are medians, and every side is
+checked against the others first. "Limit" is the least time that the arithmetic or
+the traffic needs at rates measured here. Exit status 1 if a ratio misses its target.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import linear_regression, median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from opsbyte.ssm import selective_scan, ssd
+
+LOG2_E = math.log2(math.e)
+SCAN = dict(L=4096, D=512, N=16)
+SSD = dict(L=8192, H=8, P=64, N=64)
+LENGTHS = [1024 * 2**i for i in range(6)]
+# Least speed-up that we hold ourselves to, by (what, over what).
+TARGETS = {
+    ("scan", "loop"): 2, ("scan", "mambapy"): 3,
+    ("ssd", "loop"): 10, ("ssd", "transformers"): 2,
+}
+
+
+# -- selective scan ---------------------------------------------------------------
+
+
+def scan_inputs(L: int, D: int, N: int):
+    """u, delta `(1, D, L)`, A `(D, N)`, B, C `(1, N, L)`."""
+    torch.manual_seed(0)
+    u, delta = torch.randn(1, D, L), 0.1 * torch.rand(1, D, L)
+    A = -torch.arange(1.0, N + 1).repeat(D, 1)
+    return u, delta, A, torch.randn(1, N, L), torch.randn(1, N, L)
+
+
+def scan_loop(u, delta, A, B, C):
+    """The leanest loop that holds one state: five operators a step, none allocates."""
+    delta, B = delta[0].T.contiguous(), B[0].T.contiguous()[..., None]
+    du, C = delta * u[0].T, C[0].T.contiguous()
+    A = A.T.contiguous() * LOG2_E
+    h, decay, y = torch.zeros_like(A), torch.empty_like(A), torch.empty_like(delta)
+    steps = (t.unbind() for t in (delta, du, B, C, y))
+    for dt, x, b, c, out in zip(*steps, strict=True):
+        torch.mul(A, dt, out=decay)                     # (N, D)
+        h.mul_(decay.exp2_()).addcmul_(b, x)
+        torch.mv(h.T, c, out=out)
+    return y.T[None]
+
+
+def scan_hoisted_loop(u, delta, A, B, C):
+    """One operator a step, at the price of all decays and states in memory."""
+    delta, B = delta[0].T.contiguous(), B[0].T.contiguous()[..., None]
+    du, C = delta * u[0].T, C[0].T.contiguous()[:, None]
+    decay = (delta[:, None] * (A.T.contiguous() * LOG2_E)).exp2_()  # (L, N, D)
+    states = du[:, None] * B
+    h = torch.zeros_like(decay[0])
+    for a, b in zip(decay.unbind(), states.unbind(), strict=True):
+        h = b.addcmul_(a, h)
+    return torch.bmm(C, states)[:, 0].T[None]
+
+
+def scan_mambapy(u, delta, A, B, C):
+    """mamba.py's scan, Blelloch's algorithm in plain torch."""
+    from mambapy.mamba import MambaBlock
+
+    no_skip = torch.zeros(u.shape[1])
+    return MambaBlock.selective_scan(None, u.mT, delta.mT, A, B.mT, C.mT, no_skip).mT
+
+
+SCANS = {
+    "chunked": selective_scan,
+    "loop": scan_loop,
+    "hoisted loop": scan_hoisted_loop,
+    "parallel": partial(selective_scan, form="parallel"),
+    "sequential": partial(selective_scan, form="sequential"),
+    "mambapy": scan_mambapy,
+}
+
+
+def bench_scan(rounds: int, rates: dict) -> dict:
+    L, D, N = SCAN.values()
+    inputs = scan_inputs(**SCAN)
+    sides = {name: partial(f, *inputs) for name, f in SCANS.items()}
+    seconds = take_turns(sides, rounds)
+    print(f"\nSelective scan, batch 1, L={L}, D={D}, N={N}: {L * D * N / 1e6:.1f} million"
+          f" exponentials, {4 * L * D * N / 1e6:.0f} MB of states")
+    for name, s in seconds.items():
+        print(f"  {name:13}{s * 1e3:8.1f} ms, {peak_memory(name) / 1e6:6.0f} MB extra at"
+              f" peak, {s / seconds['chunked']:5.2f} times the chunked form's time")
+    # Per state: decay and write one product each, update, read: 2 FLOPs each.
+    limits(seconds["chunked"], rates, exponentials=L * D * N, flops=6 * L * D * N,
+           bytes=4 * L * (3 * D + 2 * N))
+    return {("scan", k): seconds[k] / seconds["chunked"] for k in ("loop", "mambapy")}
+
+
+def peak_memory(name: str) -> int:
+    """Peak extra resident bytes of one call, in a process of its own."""
+    command = [sys.executable, __file__, "--memory", name]
+    return int(subprocess.check_output(command, text=True).split()[-1])
+
+
+def report_memory(name: str) -> None:
+    """Print by how much one call raises the peak of resident memory (Linux)."""
+    SCANS[name](*scan_inputs(64, 32, 4))  # load what is loaded late
+    inputs = scan_inputs(**SCAN)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    before = peak()
+    SCANS[name](*inputs)
+    print(peak() - before)
+
+
+# -- state space duality ------------------------------------------------------------
+
+
+def ssd_inputs(L: int, H: int, P: int, N: int, G: int):
+    """x `(1, L, H, P)`, dt `(1, L, H)`, A `(H,)`, B, C `(1, L, G, N)`."""
+    torch.manual_seed(0)
+    x, dt = torch.randn(1, L, H, P), 0.1 * torch.rand(1, L, H)
+    A = -torch.linspace(1, 16, H)
+    return x, dt, A, torch.randn(1, L, G, N), torch.randn(1, L, G, N)
+
+
+def ssd_loop(x, dt, A, B, C):
+    """The leanest recurrence: three operators a step, none allocates."""
+    _, L, H, P = x.shape
+    G, N = B.shape[2:]
+    decay = torch.exp(dt * A)[0].view(L, G, H // G, 1, 1)
+    value = (x * dt[..., None])[0].view(L, G, H // G, P, 1)
+    S, y = x.new_zeros(G, H // G, P, N), torch.empty_like(x[0])
+    reads = y.view(L, G, H // G * P, 1)
+    rows = S.view(G, H // G * P, N)
+    steps = (decay, value, B[0].view(L, G, 1, 1, N), C[0].view(L, G, N, 1), reads)
+    for a, v, b, c, out in zip(*(t.unbind() for t in steps), strict=True):
+        S.mul_(a).addcmul_(v, b)                        # (G, H/G, P, N)
+        torch.bmm(rows, c, out=out)
+    return y[None]
+
+
+def ssd_transformers(x, dt, A, B, C, *, chunk):
+    """transformers' torch path for Mamba-2 and its descendants."""
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    return mamba2_chunk_scan(x, dt, A, B, C, chunk_size=chunk)
+
+
+def bench_ssd(rounds: int, rates: dict, G: int) -> dict:
+    L, H, P, N = SSD.values()
+    inputs = ssd_inputs(**SSD, G=G)
+    sides = {"chunked": partial(ssd, *inputs), "loop": partial(ssd_loop, *inputs)}
+    sides["recurrent"] = partial(ssd, *inputs, form="recurrent")
+    theirs = {Q: partial(ssd_transformers, *inputs, chunk=Q) for Q in (32, 64, 128, 256)}
+    best = min(tried := take_turns(theirs, 3), key=tried.get)
+    sides["transformers"] = theirs[best]
+    seconds = take_turns(sides, rounds)
+    print(f"\nSSD, batch 1, L={L}, {H} heads of {P}, state {N}, {G} group(s);"
+          f" transformers at its best chunk, {best}")
+    for name, s in seconds.items():
+        print(f"  {name:13}{s * 1e3:8.1f} ms,"
+              f" {s / seconds['chunked']:6.2f} times the chunked form's time")
+    Q = 64
+    flops = 2 * L * (G * Q * N + H * Q * P + 2 * H * P * N)  # the four products
+    limits(seconds["chunked"], rates, exponentials=L * Q * H, flops=flops,
+           bytes=4 * L * (2 * H * P + H + 2 * G * N))
+    return {("ssd", k): seconds[k] / seconds["chunked"] for k in ("loop", "transformers")}
+
+
+# -- time over length -----------------------------------------------------------------
+
+
+def bench_lengths(rounds: int) -> int:
+    """Time against L; the number of slopes beyond 4k that are not 0.9 to 1.1."""
+    q = torch.randn(1, 8, LENGTHS[-1], 64)
+    curves = {
+        "selective scan": [],
+        "SSD": [],
+        "causal attention": [],
+    }
+    for L in LENGTHS:
+        scan, dual = scan_inputs(L, 512, 16), ssd_inputs(**{**SSD, "L": L}, G=1)
+        part = q[:, :, :L].contiguous()
+        attend = F.scaled_dot_product_attention
+        sides = {
+            "selective scan": partial(selective_scan, *scan),
+            "SSD": partial(ssd, *dual),
+            "causal attention": partial(attend, part, part, part, is_causal=True),
+        }
+        few = {"causal attention": sides.pop("causal attention")}
+        seconds = take_turns(sides, rounds, same=False)
+        seconds |= take_turns(few, 3 if L <= 8192 else 1, same=False)
+        for name, s in seconds.items():
+            curves[name].append(s)
+    print("\nTime over length, ms (8 heads of 64; the scan with D=512, N=16)")
+    print(f"  {'L':17}" + "".join(f"{L:9}" for L in LENGTHS) + "    slope beyond 4k")
+    missed = 0
+    for name, times in curves.items():
+        far = [(math.log(L), math.log(s)) for L, s in zip(LENGTHS, times, strict=True)
+               if L >= 4096]
+        slope = linear_regression(*zip(*far, strict=True)).slope
+        missed += name != "causal attention" and not 0.9 <= slope <= 1.1
+        print(f"  {name:17}" + "".join(f"{s * 1e3:9.1f}" for s in times)
+              + f"    {slope:.2f}")
+    return missed
+
+
+# -- shared -----------------------------------------------------------------------
+
+
+def take_turns(sides: dict, rounds: int, same: bool = True) -> dict:
+    """Median seconds of each side, after a check that all results agree."""
+    results = [side() for side in sides.values()]
+    if same:
+        scale = results[0].abs().max()
+        for name, result in zip(sides, results, strict=True):
+            error = (result - results[0]).abs().max() / scale
+            assert error < 1e-5, f"{name}: differs by {error:.1e} of the largest value"
+    del results
+    times = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            start = perf_counter()
+            side()
+            times[name].append(perf_counter() - start)
+    return {name: median(t) for name, t in times.items()}
+
+
+def measure_rates() -> dict:
+    """What this machine reaches: FLOP/s in a product, exponentials/s, bytes/s."""
+    a, b = torch.randn(1024, 1024), torch.rand(2**18)  # b stays in cache
+    big, out, small = torch.ones(2**26), torch.empty_like(a), torch.empty_like(b)
+
+    def best(f, runs=15):
+        return min(take_turns({"f": f}, 1, same=False)["f"] for _ in range(runs))
+
+    return {
+        "flops": 2 * 1024**3 / best(lambda: torch.mm(a, a, out=out)),
+        "exponentials": len(b) / best(lambda: torch.exp2(b, out=small)),
+        "bytes": 4 * len(big) / best(big.sum),
+    }
+
+
+def limits(seconds: float, rates: dict, **needs: float) -> None:
+    """Print each need over its rate, and which part of the time the largest is."""
+    times = {what: need / rates[what] for what, need in needs.items()}
+    for what, t in times.items():
+        print(f"  limit by {what:13}{t * 1e3:6.1f} ms ({needs[what]:.3g} at"
+              f" {rates[what]:.3g}/s)")
+    print(f"  the chunked form reaches {max(times.values()) / seconds:.0%} of the"
+          f" tightest limit, {sum(times.values()) / seconds:.0%} of all three in turn")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=("scan", "ssd", "lengths"))
+    parser.add_argument("--memory", choices=SCANS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        report_memory(options.memory)
+        return 0
+    rates, ratios, missed = measure_rates(), {}, 0
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__},"
+          f" {torch.get_num_threads()} threads")
+    with torch.inference_mode():
+        if options.only in (None, "scan"):
+            ratios |= bench_scan(options.rounds, rates)
+        if options.only in (None, "ssd"):
+            ratios |= bench_ssd(options.rounds, rates, G=1)
+            bench_ssd(options.rounds, rates, G=SSD["H"])
+        if options.only in (None, "lengths"):
+            missed = bench_lengths(options.rounds)
+    print()
+    for (what, over), ratio in ratios.items():
+        target = TARGETS[what, over]
+        missed += ratio < target
+        print(f"{what} over {over}: {ratio:.2f} times (target {target})")
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

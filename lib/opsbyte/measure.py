@@ -137,6 +137,14 @@ def timed(
     return Timing(middle, low, high, len(best))
 
 
+def _once(fn: Callable[[], object]) -> float:
+    synchronize()
+    start = perf_counter()
+    fn()
+    synchronize()
+    return perf_counter() - start
+
+
 def device() -> torch.device:
     """The device measured by default: cuda, else mps, else the CPU."""
     if torch.cuda.is_available():
@@ -155,10 +163,10 @@ def gemm(
 ) -> tuple[Rate, ...]:
     """FLOP/s of `(n, n) @ (n, n)`, 2 n^3 FLOPs, for each n of `sizes`.
 
-    About `budget` seconds a size. A size of which one product would take more
-    than half of that, at the best rate so far, is left out: a CPU without
-    half-precision units may be a hundred times slower in fp16 than in fp32.
-    The peak of the machine is the largest `rate`.
+    About `budget` seconds a size. From the second size on, one of which a
+    product takes more than half of that is left out with all larger ones: a
+    CPU without half-precision units may be a hundred times slower in fp16 than
+    in fp32. The peak of the machine is the largest `rate`.
 
     Raises ValueError on an unknown dtype, one that the device does not have,
     or a size that is not a positive integer.
@@ -166,24 +174,31 @@ def gemm(
     kind, place = _dtype(dtype), torch.device(on or device())
     sizes = sorted({_positive("sizes", n) for n in sizes})
 
-    def one(n: int, budget: float) -> Rate:
+    def one(n: int) -> Rate | None:
         a, b = (torch.randn(n, n, device=place).to(kind) for _ in "ab")
         out = torch.empty(n, n, dtype=kind, device=place)
-        timing = timed(lambda: torch.mm(a, b, out=out), budget=budget, min_runs=3)
+
+        def product() -> None:
+            torch.mm(a, b, out=out)
+
+        seconds = min(_once(product), _once(product))
+        if n > sizes[0] and seconds > budget / 2:
+            return None
+        timing = timed(product, budget=budget / _ROUNDS, min_runs=3)
         return Rate(n, 2 * n**3 / timing.median, timing)
 
     best: dict[int, Rate] = {}
     for _ in range(_ROUNDS):
         for n in sizes:
-            peak = max((rate.rate for rate in best.values()), default=math.inf)
-            if 2 * n**3 / peak > budget / 2:
-                break
             try:
-                _keep(best, one(n, budget / _ROUNDS))
+                rate = one(n)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(
                     f"dtype {dtype!r} does not work on {place}: {error}"
                 ) from error
+            if rate is None:
+                break
+            _keep(best, rate)
     return tuple(best.values())
 
 

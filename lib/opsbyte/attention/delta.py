@@ -79,8 +79,8 @@ def gated_delta_rule(
 def _recurrent(q, k, v, beta, g, S: Tensor) -> tuple[Tensor, Tensor]:
     """The definition, step by step: fade, recall, write the difference, read."""
     outs = [v[:, :0]]
-    steps = (x.split(1, 1) for x in (q, k, v, beta, g))
-    for q, k, v, beta, g in zip(*steps, strict=True):
+    steps = (x.unsqueeze(2).unbind(1) for x in (q, k, v, beta, g))
+    for q, k, v, beta, g in zip(*steps, strict=True):  # (N, 1, dim)
         S = g.exp().mT * S                          # (N, K, V)
         u = beta * (v - k @ S)                      # (N, 1, V)
         S = S + k.mT * u
@@ -113,7 +113,9 @@ def _wy(k, v, beta, g, since) -> tuple[Tensor, Tensor]:
     (I + L) u = β (v − k S), with L the strictly lower triangle of β k kᵀ, both
     decayed. The inverse of I + L is the UT transform, U and W the WY form.
     """
-    L = beta * decayed_scores(k, k, g)              # its diagonal is never read
+    L = (beta * decayed_scores(k, k, g)).tril(-1)
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
     inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+    # One Newton step: with β near 2 and like keys, the solver alone loses digits.
+    inverse = inverse + inverse @ (eye - inverse - L @ inverse)
     return inverse @ (beta * v), inverse @ (beta * k * since)

@@ -70,7 +70,8 @@ def gated_linear_attention(
 def _recurrent(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
     """The definition, step by step: fade, write, read."""
     outs = [v[:, :0]]
-    for q, k, v, g in zip(*(x.split(1, 1) for x in (q, k, v, g)), strict=True):
+    steps = (x.unsqueeze(2).unbind(1) for x in (q, k, v, g))
+    for q, k, v, g in zip(*steps, strict=True):     # (N, 1, dim)
         S = g.exp().mT * S + k.mT * v               # (N, K, V)
         outs.append(q @ S)                          # (N, 1, V)
     return torch.cat(outs, 1), S

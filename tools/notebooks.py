@@ -347,11 +347,26 @@ def execute(book: Path) -> None:
     client.execute()
     for count, cell in enumerate(code_cells(notebook), 1):
         cell.execution_count = count
+        cell.outputs = merge_streams(cell.outputs)
         for output in cell.outputs:
             tidy_output(output, count)
     entry = notebook.metadata.get(KEY, {})
     notebook.metadata[KEY] = {**entry, "executed": execution_hash(notebook)}
     write_notebook(book, notebook)
+
+
+def merge_streams(outputs: list) -> list:
+    """What one cell prints arrives in pieces, cut by chance; join neighbours."""
+    merged: list = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if output.output_type == "stream" and last is not None and (
+            last.output_type == "stream" and last.name == output.name
+        ):
+            last.text += output.text
+        else:
+            merged.append(output)
+    return merged
 
 
 def tidy_output(output, count: int) -> None:

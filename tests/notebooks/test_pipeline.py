@@ -180,6 +180,13 @@ def test_library_hash_follows_imports(tmp_path, monkeypatch):
     assert notebooks.library_hash("from opsbyte import a") != before
 
 
+def test_pieces_of_a_stream_are_joined():
+    pieces = [("stdout", "a"), ("stdout", "b"), ("stderr", "c"), ("stdout", "d")]
+    outputs = [nbformat.v4.new_output("stream", name=n, text=t) for n, t in pieces]
+    joined = [(o.name, o.text) for o in notebooks.merge_streams(outputs)]
+    assert joined == [("stdout", "ab"), ("stderr", "c"), ("stdout", "d")]
+
+
 def test_paths_are_hidden():
     inside = notebooks.ROOT / "lib"
     assert notebooks.hide_paths(f"saved {inside}") == "saved …/lib"

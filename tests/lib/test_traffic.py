@@ -83,7 +83,7 @@ def test_flash(problem, block_q, block_k, return_lse):
     assert traffic.stored == B * H * Tq * (Dv * dtype.itemsize + lse)
 
 
-@pytest.mark.parametrize("fast_memory", [2_000, 10_000, 48_000, 200_000, 2_000_000])
+@pytest.mark.parametrize("fast_memory", [5_000, 20_000, 100_000, 2_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [1, 127, 300, 512])
 def test_flash_over_fast_memories(fast_memory, dtype, T):

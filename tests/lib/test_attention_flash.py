@@ -13,6 +13,7 @@ from opsbyte.attention import (
     merge_partial_attention,
     split_k_attention,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ("self", "decode", "chunked_prefill", "window", "window_sinks")
@@ -185,7 +186,7 @@ def test_gradients(Tq, Tk, options):
     q = torch.randn(1, 4, Tq, 3, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 2, Tk, 3, dtype=torch.float64, requires_grad=True)
     v = torch.randn(1, 2, Tk, 2, dtype=torch.float64, requires_grad=True)
-    options |= {"return_lse": Tq <= Tk}          # a difference of −inf is no number
+    options = options | {"return_lse": Tq <= Tk}   # −inf minus −inf is no number
     check = torch.autograd.gradcheck
     check(lambda *x: flash_attention(*x, block_q=2, block_k=2, **options), (q, k, v))
     check(lambda *x: split_k_attention(*x, splits=2, **options), (q, k, v))
@@ -199,6 +200,30 @@ def test_tiles_no_query_sees_are_not_computed():
     k[:, :, :8] = v[:, :, :8] = math.nan
     out = flash_attention(q, k, v, window=8, block_q=8, block_k=8)
     assert torch.equal(out[:, :, 16:], clean[:, :, 16:])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_memory_is_linear_in_time():
+    """No tensor is larger than the inputs, or than the scores of one tile."""
+    for T in (128, 256, 512):
+        q, k, v = torch.randn(3, 1, 2, T, 8)
+        with Largest() as plain:
+            attention(q, k, v)
+        with Largest() as flash:
+            flash_attention(q, k, v, block_q=16, block_k=32)
+        assert plain.elements == 2 * T * T
+        assert flash.elements == 2 * max(T * 8, 16 * 32)
 
 
 def qkv(q=(2, 4, 3, 8), k=(2, 2, 5, 8), v=(2, 2, 5, 8)):

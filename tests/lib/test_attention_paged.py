@@ -255,8 +255,8 @@ def test_prefixes_are_found_until_their_blocks_are_reused():
     cache.commit(first, prompt)
     second = cache.add([5, 6, 7, 8, 1])
     assert cache.table(second) == cache.table(first)[:2] and cache.length(second) == 4
-    third = cache.add([5, 6, 1, 8, 9])       # the same tokens after another start
-    assert cache.length(third) == 2          # are not the same keys
+    third = cache.add([5, 6, 1, 8, 9])
+    assert cache.length(third) == 2
     assert cache.length(cache.add([5, 6])) == 0       # one token is left to compute
     for seq in (first, second, third):
         cache.free(seq)
@@ -269,6 +269,16 @@ def test_prefixes_are_found_until_their_blocks_are_reused():
     cache.append(greedy, *tokens(7))         # takes all blocks
     cache.free(greedy)
     assert cache.length(cache.add(prompt)) == 0
+
+
+def test_the_same_tokens_after_other_tokens_are_not_the_same_keys():
+    cache = PagedKVCache(4, 2, 2, 3)
+    for prompt in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        seq = cache.add()
+        cache.append(seq, *tokens(4))
+        cache.commit(seq, prompt)
+    assert cache.length(cache.add([1, 2, 7, 8, 9])) == 2
+    assert cache.length(cache.add([5, 6, 7, 8, 9])) == 4
 
 
 def test_a_prefix_loses_its_end_first():

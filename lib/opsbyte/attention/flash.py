@@ -44,7 +44,7 @@ def flash_attention(
     keys that no query of the tile sees are neither loaded nor computed.
 
     return_lse: also return the log-sum-exp `(B, Hq, Tq)` of the scaled scores
-    (−inf for a row that sees nothing), in float32 or, for it, float64.
+    (−inf for a row that sees nothing), float64 for float64, else float32.
     traffic: counts the tiles loaded and stored, as `flash_bytes` predicts.
 
     Gradients are right, but autograd keeps every tile; a real backward pass
@@ -69,7 +69,8 @@ def flash_attention(
             rows, tiles, first=first, kv_heads=k.shape[1], value_dim=v.shape[3],
             scale=scale, traffic=traffic, **mask,
         )
-        outs.append(out := out.to(q.dtype)), lses.append(lse)
+        out = out.to(q.dtype)
+        outs.append(out), lses.append(lse)
         if traffic is not None:
             traffic.load(rows), traffic.store(out)
             if return_lse:
@@ -234,7 +235,7 @@ def keys_loaded(
     last = keys - 1 if last is None else last
     total = 0
     for start in range(last - queries + 1, last + 1, block_q):
-        seen = min(start + block_q, last + 1) if causal else keys
+        seen = start + block_q if causal else keys
         high = max(0, min(keys, -(-seen // block_k) * block_k))
         low = 0 if window is None else max(0, start - window + 1) // block_k * block_k
         first_tiles = min(low, -(-sinks // block_k) * block_k)

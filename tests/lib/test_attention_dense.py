@@ -91,7 +91,8 @@ def test_equals_a_float64_loop(problem):
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("Tq, Tk, causal, window", [
     (33, 33, True, None), (33, 33, False, None), (1, 40, True, None),
-    (1, 40, True, 39), (1, 40, True, 40), (7, 40, True, None), (40, 40, True, 1), (40, 40, True, 5), (40, 40, True, 99),
+    (1, 40, True, 39), (1, 40, True, 40), (7, 40, True, None),
+    (40, 40, True, 1), (40, 40, True, 5), (40, 40, True, 99),
 ])
 def test_equals_torch(kv_heads, Tq, Tk, causal, window):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ PORT = 8000
 help:  ## say what the targets do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-book: $(INSTALLED)  ## build the web pages into _build/html
+book: $(INSTALLED) model  ## build the web pages into _build/html
 	@$(VENV)/bin/jupyter-book build --quiet .
 	@echo "The book: $(HTML)/index.html"
 

@@ -27,7 +27,8 @@ def logits(smollm, ids):
 
 def run(model, ids, sizes, cache=None, **options):
     """Logits of all tokens, fed through a cache in pieces of the given sizes."""
-    cache = model.new_cache(ids.shape[1], batch=ids.shape[0]) if cache is None else cache
+    if cache is None:
+        cache = model.new_cache(ids.shape[1], batch=ids.shape[0])
     return torch.cat([model(p, cache, **options) for p in ids.split(sizes, 1)], 1)
 
 
@@ -142,6 +143,21 @@ def test_sdpa_against_a_float64_loop(new, seen, causal):
         expected[b, h, t] = weights @ values
     out = llm.sdpa(q, k, v, causal=causal, scale=0.3)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("new", "seen"), [(2, 2), (128, 128), (131, 300), (300, 300)])
+def test_sdpa_in_bf16_against_float64(new, seen):
+    torch.manual_seed(new)
+    q = torch.randn(2, 6, new, 8).bfloat16()
+    k, v = torch.randn(2, 2, 2, seen, 8).bfloat16()
+    keys, values = (x.double().repeat_interleave(3, 1) for x in (k, v))
+    scores = q.double() @ keys.transpose(2, 3) * 0.3
+    mask = torch.arange(seen) > torch.arange(seen - new, seen)[:, None]
+    expected = scores.masked_fill(mask, -torch.inf).softmax(-1) @ values
+    # Scores up to 10 in bf16 are off by up to 2^-6: weights by that share.
+    out = llm.sdpa(q, k, v, scale=0.3).double()
+    torch.testing.assert_close(out, expected, rtol=0, atol=4e-2)
+    assert (out - expected).abs().mean() < 4e-3
 
 
 def test_a_cache_is_any_object_with_three_members(smollm, ids, logits):

@@ -51,10 +51,33 @@ def sdpa(q, k, v, *, causal: bool = True, scale: float | None = None) -> Tensor:
         # queries of that head, so each key is read once.
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
         return attend(grouped, k, v).view(q.shape)
+    if causal and q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        return _by_blocks(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
     if not causal or new == seen:
         return attend(q, k, v, is_causal=causal, enable_gqa=True)
     mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
     return attend(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention as matrix products over blocks of 128 queries.
+
+    In bf16 torch's CPU operator does not reach the rate of a matrix product.
+    """
+    shared, new, seen = k.shape[1], q.shape[2], k.shape[2]
+    q = (q * scale).unflatten(1, (shared, -1))  # (B, Hkv, group, T, D)
+    out = torch.empty_like(q)
+    for start in range(0, new, 128):
+        block = q[:, :, :, start : start + 128]
+        first = seen - new + start  # keys before it are seen by the whole block
+        end = first + block.shape[3]
+        scores = block.flatten(2, 3) @ k[:, :, :end].transpose(2, 3)
+        scores = scores.unflatten(2, block.shape[2:4])
+        future = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+        scores[..., first:].masked_fill_(future, -torch.inf)
+        mixed = scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]
+        out[:, :, :, start : start + 128] = mixed.unflatten(2, block.shape[2:4])
+    return out.flatten(1, 2)
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Argument checks and dtypes that the state space models share."""
+"""Argument checks, dtypes and gradients: what the state space models share."""
 from __future__ import annotations
 
 import torch
@@ -45,3 +45,8 @@ def check_count(name: str, value: int) -> None:
     """Raise ValueError unless `value` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: got {value!r}, want a whole number >= 1")
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether autograd follows an operation on these, so none may overwrite them."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -27,7 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opsbyte.ssm._check import accumulator, check, check_choice, check_count
+from opsbyte.ssm._check import (
+    accumulator,
+    check,
+    check_choice,
+    check_count,
+    needs_grad,
+)
 
 FORMS = ("sequential", "parallel", "chunked")
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x log2 e); torch's exp2 beats its exp on CPUs
@@ -125,7 +131,7 @@ def _stretches(u, delta, A, B, C, h, *, chunk, leaf):
     B, C = (t.permute(2, 0, 1).contiguous() for t in (B, C))          # (L, batch, N)
     A = A.T.contiguous() * LOG2_E                                     # (N, D)
     h = h.mT.contiguous()                                             # (batch, N, D)
-    length, grad = u.shape[0], _needs_grad(u, delta, A, B, C, h)
+    length, grad = u.shape[0], needs_grad(u, delta, A, B, C, h)
     buffers = None, None        # autograd keeps its own; otherwise reuse two
     if not grad:
         y = u.new_empty(length, u.shape[1], 1, u.shape[2])            # (L, batch, 1, D)
@@ -158,7 +164,7 @@ def recurrence(
     pairs. reuse: write into a and b (a is spoilt, b becomes the result) where
     that is possible, that is, where no gradient is asked for.
     """
-    if _needs_grad(a, b, h):
+    if needs_grad(a, b, h):
         return _Recurrence.apply(a, b, h, leaf)
     if not reuse:
         a, b = a.clone(), b.clone()
@@ -202,7 +208,3 @@ class _Recurrence(torch.autograd.Function):
         d = d.flip(0)
         before = torch.cat([h[None], states[:-1]])   # h_{t-1}
         return d * before, d, a[0] * d[0], None
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

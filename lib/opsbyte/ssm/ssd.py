@@ -24,7 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opsbyte.ssm._check import accumulator, check, check_choice, check_count
+from opsbyte.ssm._check import (
+    accumulator,
+    check,
+    check_choice,
+    check_count,
+    needs_grad,
+)
 
 FORMS = ("recurrent", "quadratic", "chunked")
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x log2 e); torch's exp2 beats its exp on CPUs
@@ -73,75 +79,79 @@ def ssd(
     check_count("chunk", chunk)
 
     dtype = accumulator(x)
-    value = x.to(dtype) * dt.to(dtype)[..., None]                # (batch, L, H, P)
     log_decay = dt.double() * A.double() * LOG2_E                # base 2, (batch, L, H)
     log_decay = log_decay.clamp(min=-1100)        # where even float64's 2^x is zero
-    B, C = B.to(dtype), C.to(dtype)
+    args = [t.to(dtype) for t in (x, dt, B, C)]
     if initial_state is None:
-        state = value.new_zeros(batch, heads, P, N)
+        state = args[0].new_zeros(batch, heads, P, N)
     else:
         state = initial_state.to(dtype)
 
     if length == 0:
-        y = value
+        y = args[0]
     elif form == "recurrent":
-        y, state = _recurrent(value, log_decay, B, C, state)
+        y, state = _recurrent(*args, log_decay, state)
     elif form == "quadratic":
-        y, state = _chunks(value, log_decay, B, C, state, length)
+        y, state = _chunks(*args, log_decay, state, length)
     else:
-        y, state = _chunked(value, log_decay, B, C, state, chunk)
+        y, state = _chunked(*args, log_decay, state, chunk)
     if D is not None:
-        y = y + D.to(dtype)[:, None] * x
+        y = torch.addcmul(y, D.to(dtype)[:, None], args[0])
     y = y.to(x.dtype)
     return (y, state) if return_state else y
 
 
-def _recurrent(value, log_decay, B, C, state):
+def _recurrent(x, dt, B, C, log_decay, state):
     """The definition: L steps, each needs the one before."""
-    repeat = value.shape[2] // B.shape[2]
-    decay = torch.exp2(log_decay).to(value.dtype)[..., None, None]
+    repeat = x.shape[2] // B.shape[2]
+    decay = torch.exp2(log_decay).to(x.dtype)[..., None, None]
     ys = []
-    for t in range(value.shape[1]):
+    for t in range(x.shape[1]):
         b = B[:, t].repeat_interleave(repeat, 1)                 # (batch, H, N)
         c = C[:, t].repeat_interleave(repeat, 1)
-        write = value[:, t, :, :, None] * b[:, :, None]          # (batch, H, P, N)
+        value = dt[:, t, :, None] * x[:, t]                      # (batch, H, P)
+        write = value[..., None] * b[:, :, None]                 # (batch, H, P, N)
         state = decay[:, t] * state + write
         ys.append((state * c[:, :, None]).sum(-1))               # (batch, H, P)
     return torch.stack(ys, 1), state
 
 
-def _chunked(value, log_decay, B, C, state, Q):
+def _chunked(x, dt, B, C, log_decay, state, Q):
     """Chunks of Q steps, as many at once as keep their masks in cache."""
-    batch, length, heads, _ = value.shape
-    tail = -length % Q  # steps that write nothing and do not decay fill the last chunk
-    if tail:
-        value, B, C = (F.pad(t, (0, 0, 0, 0, 0, tail)) for t in (value, B, C))
-        log_decay = F.pad(log_decay, (0, 0, 0, tail))
-    ys, span = [], Q * max(1, MASKS // (batch * heads * Q * Q))
+    batch, length, heads, _ = x.shape
+    parts, span = (x, dt, B, C, log_decay), Q * max(1, MASKS // (batch * heads * Q * Q))
+    grad = needs_grad(*parts, state)
+    ys, y = [], None if grad else torch.empty_like(x)
     for start in range(0, length, span):
-        t = slice(start, start + span)
-        y, state = _chunks(value[:, t], log_decay[:, t], B[:, t], C[:, t], state, Q)
-        ys.append(y)
-    return torch.cat(ys, 1)[:, :length], state
+        now = [p[:, start : start + span] for p in parts]
+        steps = now[0].shape[1]
+        if steps % Q:  # fill the last chunk with steps that neither write nor decay
+            now = [F.pad(p, (0, 0) * (p.dim() - 2) + (0, -steps % Q)) for p in now]
+        out, state = _chunks(*now, state, Q)
+        if grad:
+            ys.append(out[:, :steps])
+        else:
+            y[:, start : start + steps] = out[:, :steps]
+    return torch.cat(ys, 1) if grad else y, state
 
 
-def _chunks(value, log_decay, B, C, state, Q):
+def _chunks(x, dt, B, C, log_decay, state, Q):
     """All chunks of Q steps at once, L a multiple of Q. With Q = L: one attention.
 
     Shapes: c chunks, G groups of R heads, H = G R. The heads of a group share B and
     C, so their columns are put side by side in one product, R P wide.
     """
-    batch, length, H, P = value.shape
+    batch, length, H, P = x.shape
     G, N = B.shape[2:]
-    c, R, dtype = length // Q, H // G, value.dtype
-    value = value.reshape(batch, c, Q, H, P)
+    c, R, dtype = length // Q, H // G, x.dtype
+    value = (x * dt[..., None]).reshape(batch, c, Q, H, P)
     B = B.reshape(batch, c, Q, G, N).transpose(2, 3)             # (batch, c, G, Q, N)
     C = C.reshape(batch, c, Q, G, N).transpose(2, 3)
     sums = log_decay.reshape(batch, c, Q, H).cumsum(2)           # since the chunk began
 
     # 1. Inside a chunk: attention with decays for a mask.
     scores = (C @ B.mT)[:, :, :, None]                    # (batch, c, G, 1, Q, Q)
-    mask = decay_mask(sums.mT, dtype).reshape(batch, c, G, R, Q, Q)
+    mask = decay_mask(sums.mT.contiguous(), dtype).reshape(batch, c, G, R, Q, Q)
     weights = (mask * scores).reshape(batch, c, H, Q, Q)
     inside = (weights @ value.transpose(2, 3)).transpose(2, 3)   # (batch, c, Q, H, P)
 
@@ -161,9 +171,9 @@ def _chunks(value, log_decay, B, C, state, Q):
 
     # 4. What the state at a chunk's start gives to its steps.
     carried = (C @ torch.stack(entering, 1)).transpose(2, 3)     # (batch, c, Q, G, R P)
-    carried = carried.reshape(batch, c, Q, H, P) * from_start[..., None]
-    y = (inside + carried).reshape(batch, length, H, P)
-    return y, h.mT.reshape(batch, H, P, N)
+    carried = carried.reshape(batch, c, Q, H, P)
+    y = torch.addcmul(inside, carried, from_start[..., None])
+    return y.reshape(batch, length, H, P), h.mT.reshape(batch, H, P, N)
 
 
 def decay_mask(sums: Tensor, dtype: torch.dtype) -> Tensor:

@@ -45,8 +45,8 @@ def gated_delta_rule(
 
     q `(B, Hq, T, K)`, k `(B, Hkv, T, K)`, v `(B, Hkv, T, V)`; returns
     `(B, Hq, T, V)` in q's dtype. Query head h reads key head h // (Hq/Hkv).
-    The caller normalises the keys: with |k| = 1 and 0 <= β <= 2 the state's
-    norm does not grow by forgetting; otherwise it may.
+    The caller normalises the keys: with |k| = 1 and 0 <= β <= 2 no eigenvalue
+    of I − β k kᵀ exceeds 1 in size; otherwise the state may grow without bound.
 
     beta: how much of the difference is written, `(B, Hq, T)`.
     log_decay: at most 0 (−inf forgets everything): `(B, Hq, T)`, one for the

@@ -95,8 +95,8 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
         since = before(g).exp()                     # (N, chunks, C, 1 or K)
         read, write = q * since, (k * after(g).exp()).mT
         fade = since[..., -1:, :].mT                # (N, chunks, 1 or K, 1)
-        scores = decayed_scores(q, k, g)
-        U, W = _wy(k, v, beta, g, since)
+        scores, overlap = decayed_scores(torch.stack((q, k)), k, g)
+        U, W = _wy(beta * overlap, beta * v, beta * k * since)
         outs = []
         parts = (x.unbind(1) for x in (scores, read, write, U, W, fade))
         for scores, read, write, U, W, fade in zip(*parts, strict=True):
@@ -107,15 +107,15 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
     return out, S
 
 
-def _wy(k, v, beta, g, since) -> tuple[Tensor, Tensor]:
+def _wy(overlap, v, k) -> tuple[Tensor, Tensor]:
     """U `(…, C, V)` and W `(…, C, K)` of u = U − W S, without knowing the state S.
 
-    (I + L) u = β (v − k S), with L the strictly lower triangle of β k kᵀ, both
-    decayed. The inverse of I + L is the UT transform, U and W the WY form.
+    (I + L) u = v − k S, with L the strictly lower triangle of k kᵀ, decayed; all
+    times β. The inverse of I + L is the UT transform, U and W the WY form.
     """
-    L = (beta * decayed_scores(k, k, g)).tril(-1)
+    L = overlap.tril(-1)
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
     inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
     # One Newton step: with β near 2 and like keys, the solver alone loses digits.
     inverse = inverse + inverse @ (eye - inverse - L @ inverse)
-    return inverse @ (beta * v), inverse @ (beta * k * since)
+    return inverse @ v, inverse @ k

@@ -97,7 +97,7 @@ def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """Lower triangular `(…, C, C)`: Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic).
 
-    q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`.
+    q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`; leading ones broadcast.
     """
     if g.shape[-1] > 1:
         return _scores_by_halving(q, k, g)

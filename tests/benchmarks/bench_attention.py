@@ -13,6 +13,9 @@ Memory: a form runs once in a child process of its own. Its peak extra memory
 is the growth of that process's largest resident set from before the call, with
 inputs made and a small call done, to after it; the result is part of it.
 
+The paged ratio depends on where the cores sit: one core may copy what another
+multiplies, and if they share no cache the copy crosses between their caches.
+
 Exit status 1 if a ratio misses its target.
 """
 from __future__ import annotations

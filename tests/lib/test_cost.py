@@ -314,6 +314,16 @@ def test_dit_gflops_are_multiply_adds():
     assert (c.flops - small - softmax) / 2 == pytest.approx(118.64e9, rel=1e-3)
 
 
+def test_flux_gflops_leave_attention_out():
+    """The diffusers benchmarks' 59,523 "Gflops" of FLUX.1-dev."""
+    m = diffusion.model("flux.1-dev")
+    c = cost.diffusion_step(m, 4096)
+    small = ("norm", "act", "rope", "core")
+    products = sum(o.flops for o in c.operators
+                   if o.name.split(".")[-1] not in small)
+    assert products == pytest.approx(59_523.04e9, rel=1e-3)
+
+
 def test_diffusion_tokens():
     assert diffusion.model("dit-xl-2").tokens(256, 256) == 256
     assert diffusion.model("flux.1-dev").tokens(1024, 1024) == 4096

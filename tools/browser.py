@@ -28,6 +28,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update",
     "--remote-debugging-port=0", "--remote-allow-origins=*", "--hide-scrollbars",
 )  # fmt: skip
+PART = 3000  # pixels of a page in one picture
 
 
 def find_chromium() -> str | None:
@@ -127,13 +128,20 @@ class Page:
                     found.append(f"{entry['text']} {entry.get('url', '')}")
         return found
 
-    def screenshot(self, file: Path, **look) -> None:
-        """The whole page, in a window as high as the page."""
+    def screenshots(self, stem: Path, **look) -> None:
+        """The whole page from top to bottom: stem-1.png, stem-2.png, …"""
         self.look(**look)
-        height = self.evaluate("document.documentElement.scrollHeight")
-        self.look(**look, height=min(height, 16_000))
-        picture = self.call("Page.captureScreenshot")
-        file.write_bytes(base64.b64decode(picture["data"]))
+        width, height = self.evaluate(
+            "[innerWidth, document.documentElement.scrollHeight]"
+        )
+        for part, top in enumerate(range(0, height, PART), start=1):
+            clip = {"x": 0, "y": top, "width": width,
+                    "height": min(PART, height - top), "scale": 1}
+            picture = self.call(
+                "Page.captureScreenshot", clip=clip, captureBeyondViewport=True
+            )
+            file = stem.with_name(f"{stem.name}-{part}.png")
+            file.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextmanager
@@ -170,7 +178,7 @@ def main() -> None:
             for name, look in looks.items():
                 page.look(**look)
                 page.open(f"{address}/{file.relative_to(html).as_posix()}")
-                page.screenshot(target / f"{file.stem}-{name}.png", **look)
+                page.screenshots(target / f"{file.stem}-{name}", **look)
             print(file.stem, flush=True)
 
 

@@ -164,7 +164,10 @@ def twins(folder: Path = CHAPTERS) -> list[tuple[Path, Path]]:
 
 
 def read_text(path: Path):
-    return jupytext.reads(path.read_text(), fmt=TEXT_FORMAT)
+    try:
+        return jupytext.reads(path.read_text(), fmt=TEXT_FORMAT)
+    except jupytext.myst.MystMetadataParsingError as error:
+        raise SystemExit(f"{path.name}: {error}") from None
 
 
 def to_text(notebook) -> str:

@@ -80,7 +80,8 @@ def _open(path: str | Path) -> tuple[dict, dict[str, ReaderTensor]]:
 
 def _tensor(tensor: ReaderTensor) -> torch.Tensor:
     """Read a tensor in float32, dequantized if it was stored in fewer bits."""
-    values = dequantize(tensor.data, tensor.tensor_type)
+    data = np.asarray(tensor.data)  # slices of a plain array cost less than a memmap's
+    values = dequantize(data, tensor.tensor_type)
     return torch.from_numpy(np.array(values, np.float32))
 
 

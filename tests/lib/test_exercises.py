@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from opsbyte.exercises import check
 
 

@@ -1,4 +1,4 @@
-"""Says at the end of a run how long each notebook took."""
+"""Keeps waiting threads from spinning, and says how long each notebook took."""
 import os
 from collections import Counter
 

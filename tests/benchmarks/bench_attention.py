@@ -28,7 +28,6 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,7 @@ from opsbyte.attention import (
     paged_attention,
     paged_bytes,
 )
+from turns import rounds
 
 HEADS, DIM, T = 8, 64, 8192               # prefill
 BATCH, CONTEXT, BLOCK = 32, 2048, 16      # decode
@@ -52,18 +52,6 @@ FORMS = {
     "flash": flash_attention,
     "torch": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
 }
-
-
-def rounds(forms: dict, count: int) -> dict[str, list[float]]:
-    """Seconds of each form in each round, the forms taking turns."""
-    seconds = {name: [] for name in forms}
-    for n in range(count + 1):
-        for name, form in forms.items():
-            start = perf_counter()
-            form()
-            if n:                         # the first round warms up
-                seconds[name].append(perf_counter() - start)
-    return seconds
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:

@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from opsbyte.attention import (
     linear_attention,
     linear_bytes,
 )
+from turns import rounds
 
 HEADS, DIM, T = 8, 64, 8192
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
@@ -150,18 +150,6 @@ def flops(technique: str, chunk: int) -> float:
     if technique == "delta":                     # k kᵀ, inverse, U, W; then W S
         per_chunk += 3 * square + C**3 / 3 + state
     return T / C * HEADS * per_chunk
-
-
-def rounds(forms: dict, count: int) -> dict[str, list[float]]:
-    """Seconds of each form in each round, the forms taking turns."""
-    seconds = {name: [] for name in forms}
-    for n in range(count + 1):
-        for name, form in forms.items():
-            start = perf_counter()
-            form()
-            if n:                                # the first round warms up
-                seconds[name].append(perf_counter() - start)
-    return seconds
 
 
 def compare(technique: str, tensors: list, count: int) -> dict[tuple[str, str], float]:

@@ -107,6 +107,23 @@ def test_packing_is_optional(monkeypatch):
     torch.testing.assert_close(llm.linear("w", weight)(x), expected, rtol=0, atol=0)
 
 
+def test_bf16_one_row_and_many_are_the_same_product():
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 96).bfloat16(), torch.randn(2, 3, 96).bfloat16()
+    product = llm.linear("w", weight)
+    for rows in (x, x[:1, :1], x[1, 2]):
+        reference = rows.double() @ weight.double().T
+        assert product(rows).shape == reference.shape
+        # one rounding to bf16 at the end, 8 bits
+        torch.testing.assert_close(
+            product(rows).double(), reference, rtol=2**-8, atol=1e-3
+        )
+    assert torch.backends.mkldnn.enabled
+    with pytest.raises(RuntimeError):
+        product(x[0, 0, :5])
+    assert torch.backends.mkldnn.enabled  # whatever happens, it is on again
+
+
 def test_attention_is_an_argument(smollm, ids, logits):
     seen = []
 

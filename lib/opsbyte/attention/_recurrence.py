@@ -11,11 +11,15 @@ from opsbyte.attention import _check
 from opsbyte.attention.dense import accumulator
 
 
-def check_form(form: str, forms: Iterable[str], chunk: int) -> None:
-    """Raise ValueError on an unknown form or a chunk below 1."""
+def check_form(form: str, forms: Iterable[str], chunk: int, T: int) -> int:
+    """The chunk to use of T steps: all for the parallel form, never more.
+
+    Raises ValueError on an unknown form or a chunk below 1.
+    """
     if form not in forms:
         raise ValueError(f"form: got {form!r}, want one of {', '.join(forms)}")
     _check.check_count("chunk", chunk)
+    return max(1, T if form == "parallel" else min(chunk, T))
 
 
 def check_recurrent(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -69,24 +73,33 @@ def first_state(initial_state: Tensor | None, shape: tuple, q: Tensor) -> Tensor
 
 # Rows (heads × steps) whose chunks are prepared together: enough for products in
 # large batches, few enough to stay in a CPU's cache. Any number gives the same.
-ROWS = 4096
+ROWS = 2048
 
 
 def segments(chunk: int, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Tensors `(N, …, T, dim)` cut to `(N, …, chunks, chunk, dim)`, a few at a time.
+    """Tensors `(N, …, T, dim)` as `(chunks, N, …, chunk, dim)`, a few at a time.
 
-    With each stretch comes the slice of time it is; the last chunk is filled up
-    with zeros beyond it.
+    Copied, so that what meets the state together lies together. The last chunk is
+    filled up with zeros. With each stretch comes which of all the chunks it holds.
     """
     N, T = tensors[0].shape[0], tensors[0].shape[-2]
-    chunk = max(1, min(chunk, T))
     stride = chunk * max(1, ROWS // (chunk * max(N, 1)))
     for start in range(0, T, stride):
-        span = slice(start, min(start + stride, T))
-        tiles = [x[..., span, :] for x in tensors]
-        if pad := (start - span.stop) % chunk:
+        tiles = [x[..., start : start + stride, :] for x in tensors]
+        if pad := -tiles[0].shape[-2] % chunk:
             tiles = [F.pad(x, (0, 0, 0, pad)) for x in tiles]
-        yield span, [x.unflatten(-2, (-1, chunk)) for x in tiles]
+        tiles = [x.unflatten(-2, (-1, chunk)).movedim(-3, 0) for x in tiles]
+        first = start // chunk
+        yield slice(first, first + len(tiles[0])), [x.contiguous() for x in tiles]
+
+
+def finite(out: Tensor) -> bool:
+    """Whether all is finite: a sum with NaN or an infinity in it is not.
+
+    A chunk weighs later steps by 0, and 0·NaN is NaN. So where this is False the
+    caller goes step by step, and no step's NaN reaches an earlier one.
+    """
+    return bool(out.sum().isfinite())
 
 
 def per_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

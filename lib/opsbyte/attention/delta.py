@@ -21,6 +21,7 @@ from opsbyte.attention._recurrence import (
     check_gate,
     check_log_decay,
     check_recurrent,
+    finite,
     first_state,
     per_head,
     segments,
@@ -58,7 +59,7 @@ def gated_delta_rule(
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)
-    check_form(form, ("recurrent", "chunkwise"), chunk)
+    chunk = check_form(form, ("recurrent", "chunkwise"), chunk, q.shape[2])
     B, H, T, K = q.shape
     check_gate("beta", beta, q, ((B, H, T),))
     if log_decay is None:
@@ -72,6 +73,8 @@ def gated_delta_rule(
         out, state = _recurrent(*args)
     else:
         out, state = _chunkwise(*args, chunk)
+        if not finite(out):
+            out, state = _recurrent(*args)
     out = out.unflatten(0, (B, H)).to(dtype)
     return (out, state.unflatten(0, (B, H))) if return_state else out
 
@@ -90,21 +93,22 @@ def _recurrent(q, k, v, beta, g, S: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """As gated linear attention, of u instead of v, once the state gives u."""
-    out = torch.empty_like(v)
+    N, T, V = v.shape
+    out = v.new_empty(N, -(-T // chunk), chunk, V)
     for span, (q, k, v, beta, g) in segments(chunk, q, k, v, beta, g):
-        since = before(g).exp()                     # (N, chunks, C, 1 or K)
+        since = before(g).exp()                     # (chunks, N, C, 1 or K)
         read, write = q * since, (k * after(g).exp()).mT
-        fade = since[..., -1:, :].mT                # (N, chunks, 1 or K, 1)
+        fade = since[..., -1:, :].mT                # (chunks, N, 1 or K, 1)
         scores, overlap = decayed_scores(torch.stack((q, k)), k, g)
         U, W = _wy(beta * overlap, beta * v, beta * k * since)
-        outs = []
-        parts = (x.unbind(1) for x in (scores, read, write, U, W, fade))
-        for scores, read, write, U, W, fade in zip(*parts, strict=True):
+        answers = torch.empty_like(v)
+        tiles = (x.unbind() for x in (scores, read, write, U, W, fade))
+        for c, (scores, read, write, U, W, fade) in enumerate(zip(*tiles, strict=True)):
             u = torch.baddbmm(U, W, S, alpha=-1)    # (N, C, V)
-            outs.append(torch.baddbmm(torch.bmm(read, S), scores, u))
-            S = torch.baddbmm(fade * S, write, u)
-        out[:, span] = torch.cat(outs, 1)[:, : span.stop - span.start]
-    return out, S
+            answers[c].baddbmm_(read, S, beta=0).baddbmm_(scores, u)
+            S = (fade * S).baddbmm_(write, u)
+        out[:, span] = answers.movedim(0, 1)
+    return out.flatten(1, 2)[:, :T], S
 
 
 def _wy(overlap, v, k) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from opsbyte.attention._recurrence import (
     check_form,
     check_log_decay,
     check_recurrent,
+    finite,
     first_state,
     per_head,
     segments,
@@ -53,17 +54,18 @@ def gated_linear_attention(
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)
-    check_form(form, ("recurrent", "parallel", "chunkwise"), chunk)
+    chunk = check_form(form, ("recurrent", "parallel", "chunkwise"), chunk, q.shape[2])
     g = check_log_decay(log_decay, q, k).flatten(0, 1)     # (N, T, 1 or K)
     B, H, T, K = q.shape
     state = first_state(initial_state, (B, H, K, v.shape[3]), q).flatten(0, 1)
-    q, k, v, dtype = *per_head(q, k, v), q.dtype           # (N, T, K or V)
-
+    args = *per_head(q, k, v), g, state                    # (N, T, K or V)
     if form == "recurrent":
-        out, state = _recurrent(q, k, v, g, state)
+        out, state = _recurrent(*args)
     else:  # the parallel form is one chunk
-        out, state = _chunkwise(q, k, v, g, state, T if form == "parallel" else chunk)
-    out = out.unflatten(0, (B, H)).to(dtype)
+        out, state = _chunkwise(*args, chunk)
+        if not finite(out):
+            out, state = _recurrent(*args)
+    out = out.unflatten(0, (B, H)).to(q.dtype)
     return (out, state.unflatten(0, (B, H))) if return_state else out
 
 
@@ -79,19 +81,19 @@ def _recurrent(q, k, v, g, S: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Decayed weights within a chunk, the state for all the chunks before."""
-    out = torch.empty_like(v)
-    for span, (q, k, v, g) in segments(chunk, q, k, v, g):  # (N, chunks, C, dim)
+    N, T, V = v.shape
+    out = v.new_empty(N, -(-T // chunk), chunk, V)
+    for span, (q, k, v, g) in segments(chunk, q, k, v, g):  # (chunks, N, C, dim)
         since = before(g).exp()
         read, write = q * since, (k * after(g).exp()).mT
-        fade = since[..., -1:, :].mT                # (N, chunks, 1 or K, 1)
-        within = decayed_scores(q, k, g) @ v
-        outs = []
-        parts = (x.unbind(1) for x in (within, read, write, v, fade))
-        for within, read, write, v, fade in zip(*parts, strict=True):
-            outs.append(torch.baddbmm(within, read, S))
-            S = torch.baddbmm(fade * S, write, v)
-        out[:, span] = torch.cat(outs, 1)[:, : span.stop - span.start]
-    return out, S
+        fade = since[..., -1:, :].mT                # (chunks, N, 1 or K, 1)
+        answers = decayed_scores(q, k, g) @ v
+        tiles = (x.unbind() for x in (read, write, v, fade))
+        for c, (read, write, v, fade) in enumerate(zip(*tiles, strict=True)):
+            answers[c].baddbmm_(read, S)
+            S = (fade * S).baddbmm_(write, v)
+        out[:, span] = answers.movedim(0, 1)
+    return out.flatten(1, 2)[:, :T], S
 
 
 def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """
     if g.shape[-1] > 1:
         return _scores_by_halving(q, k, g)
-    return (q @ k.mT * pairwise_decay(g)).tril_()
+    return (q @ k.mT).mul_(pairwise_decay(g)).tril_()
 
 
 def pairwise_decay(g: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from opsbyte.attention._recurrence import (
     check_form,
     check_recurrent,
+    finite,
     first_state,
     segments,
 )
@@ -63,7 +64,7 @@ def linear_attention(
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)
-    check_form(form, ("recurrent", "parallel", "chunkwise"), chunk)
+    chunk = check_form(form, ("recurrent", "parallel", "chunkwise"), chunk, q.shape[2])
     phi = _resolve(feature_map)
     query, key, value = phi(accumulator(q)), phi(accumulator(k)), accumulator(v)
     if normalize:  # the key sum is the state of one more value that is always 1
@@ -84,7 +85,9 @@ def linear_attention(
     if form == "recurrent":
         out, state = _recurrent(*args, count)
     else:  # the parallel form is one chunk
-        out, state = _chunkwise(*args, T if form == "parallel" else chunk, count)
+        out, state = _chunkwise(*args, chunk, count)
+        if not finite(out):
+            out, state = _recurrent(*args, lambda start, stop: None)
     out = _divide(out) if normalize else out
     out = out.unflatten(0, (B, heads)).flatten(1, 2).to(q.dtype)
     return (out, state.unflatten(0, (B, heads))) if return_state else out
@@ -102,20 +105,20 @@ def _recurrent(q, k, v, S: Tensor, count) -> tuple[Tensor, Tensor]:
 
 def _chunkwise(q, k, v, S: Tensor, chunk: int, count) -> tuple[Tensor, Tensor]:
     """Masked weights within a chunk, the state for all the chunks before."""
-    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    (N, G, T, _), V = q.shape, v.shape[-1]
+    out = v.new_empty(N, G, -(-T // chunk), chunk, V)
     for span, (q, k, v) in segments(chunk, q, k, v):
-        G, chunks, C = q.shape[1:4]
-        rows = q.transpose(1, 2).flatten(2, 3)      # (N, chunks, G·C, K)
-        weights = (rows @ k.mT).unflatten(2, (G, C)).tril_().flatten(2, 3)
-        within = weights @ v                        # (N, chunks, G·C, V)
-        outs = []
-        for c in range(chunks):
-            outs.append(torch.baddbmm(within[:, c], rows[:, c], S).unflatten(1, (G, C)))
-            S = torch.baddbmm(S, k[:, c].mT, v[:, c])
-            start = span.start + c * C
-            count(start, min(start + C, span.stop))
-        out[:, :, span] = torch.cat(outs, 2)[:, :, : span.stop - span.start]
-    return out, S
+        rows = q.flatten(2, 3)                      # (chunks, N, G·C, K)
+        weights = (rows @ k.mT).unflatten(2, (G, chunk)).tril_().flatten(2, 3)
+        answers = weights @ v                       # (chunks, N, G·C, V)
+        tiles = zip(rows.unbind(), k.mT.unbind(), v.unbind(), strict=True)
+        for c, (rows, k, v) in enumerate(tiles):
+            answers[c].baddbmm_(rows, S)
+            S = torch.baddbmm(S, k, v)
+            start = (span.start + c) * chunk
+            count(start, min(start + chunk, T))
+        out[:, :, span] = answers.unflatten(2, (G, chunk)).movedim(0, 2)
+    return out.flatten(2, 3)[:, :, :T], S
 
 
 def _divide(out: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
         since = before(g).exp()                     # (chunks, N, C, 1 or K)
         read, write = q * since, (k * after(g).exp()).mT
         fade = since[..., -1:, :].mT                # (chunks, N, 1 or K, 1)
-        scores, overlap = decayed_scores(torch.stack((q, k)), k, g)
+        scores, overlap = decayed_scores((q, k), k, g)
         U, W = _wy(beta * overlap, beta * v, beta * k * since)
         answers = torch.empty_like(v)
         tiles = (x.unbind() for x in (scores, read, write, U, W, fade))
@@ -111,15 +111,16 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
     return out.flatten(1, 2)[:, :T], S
 
 
-def _wy(overlap, v, k) -> tuple[Tensor, Tensor]:
+def _wy(L, v, k) -> tuple[Tensor, Tensor]:
     """U `(…, C, V)` and W `(…, C, K)` of u = U − W S, without knowing the state S.
 
     (I + L) u = v − k S, with L the strictly lower triangle of k kᵀ, decayed; all
-    times β. The inverse of I + L is the UT transform, U and W the WY form.
+    times β. The inverse of I + L is the UT transform, U and W the WY form. Only
+    L's strict triangle is read.
     """
-    L = overlap.tril(-1)
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
-    # One Newton step: with β near 2 and like keys, the solver alone loses digits.
-    inverse = inverse + inverse @ (eye - inverse - L @ inverse)
+    # From the right: from the left, β near 2 and like keys cost the solver digits.
+    inverse = torch.linalg.solve_triangular(
+        L, eye, upper=False, left=False, unitriangular=True
+    )
     return inverse @ v, inverse @ k

@@ -87,7 +87,7 @@ def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         since = before(g).exp()
         read, write = q * since, (k * after(g).exp()).mT
         fade = since[..., -1:, :].mT                # (chunks, N, 1 or K, 1)
-        answers = decayed_scores(q, k, g) @ v
+        answers = decayed_scores((q,), k, g)[0] @ v
         tiles = (x.unbind() for x in (read, write, v, fade))
         for c, (read, write, v, fade) in enumerate(zip(*tiles, strict=True)):
             answers[c].baddbmm_(read, S)
@@ -96,23 +96,25 @@ def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     return out.flatten(1, 2)[:, :T], S
 
 
-def decayed_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Lower triangular `(…, C, C)`: Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic).
+def decayed_scores(rows: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tensor]:
+    """For each q of rows, lower triangular `(…, C, C)`:
+    Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic).
 
-    q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`; leading ones broadcast.
+    q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`.
     """
     if g.shape[-1] > 1:
-        return _scores_by_halving(q, k, g)
-    return (q @ k.mT).mul_(pairwise_decay(g)).tril_()
+        return [_scores_by_halving(q, k, g) for q in rows]
+    decay = pairwise_decay(g)
+    return [(q @ k.mT).mul_(decay) for q in rows]
 
 
 def pairwise_decay(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + … + g_i) for i >= j, else 1: `(…, C, 1)` to `(…, C, C)`.
+    """exp(g_{j+1} + … + g_i) for i >= j, else 0: `(…, C, 1)` to `(…, C, C)`.
 
     Sums g over each stretch, since a difference of long sums would cancel.
     """
     later = torch.ones(g.shape[-2], g.shape[-2], device=g.device).tril(-1)
-    return (g * later.to(g.dtype)).cumsum(-2).exp()
+    return (g * later.to(g.dtype)).cumsum(-2).exp().tril()
 
 
 def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:

@@ -26,13 +26,18 @@ CLASSES = "math tex notranslate nohighlight"
 def label(cell) -> str:
     """What the bar of a folded cell calls it."""
     tags = cell["metadata"].get("tags", [])
+    source = "".join(cell["source"])
     if "setup" in tags:
         return "the setup"
+    if re.match("# What the check compares with", source):
+        return "the check"
     if cell["metadata"].get("jupyter", {}).get("source_hidden"):
         return "the solution"
-    if re.search(r"^assert ", "".join(cell["source"]), re.MULTILINE):
+    hidden = "hide-cell" in tags
+    check = r"^( *assert |_ = check\()" if hidden else r"^(assert |_ = check\()"
+    if re.search(check, source, re.MULTILINE):
         return "the check"
-    return "the cell" if "hide-cell" in tags else "the code"
+    return "the cell" if hidden else "the code"
 
 
 def name_folded_cells(app, docname, source) -> None:

@@ -91,10 +91,12 @@ def ssd(
         y = args[0]
     elif form == "recurrent":
         y, state = _recurrent(*args, log_decay, state)
-    elif form == "quadratic":
-        y, state = _chunks(*args, log_decay, state, length)
     else:
-        y, state = _chunked(*args, log_decay, state, chunk)
+        chunk = length if form == "quadratic" else chunk
+        y, end = _chunked(*args, log_decay, state, chunk)
+        if not end.isfinite().all():  # masked or not, 0 · NaN = NaN: earlier steps too
+            y, end = _recurrent(*args, log_decay, state)
+        state = end
     if D is not None:
         y = torch.addcmul(y, D.to(dtype)[:, None], args[0])
     y = y.to(x.dtype)
@@ -117,63 +119,67 @@ def _recurrent(x, dt, B, C, log_decay, state):
 
 
 def _chunked(x, dt, B, C, log_decay, state, Q):
-    """Chunks of Q steps, as many at once as keep their masks in cache."""
+    """Chunks of Q steps, as many at once as stay in cache; then what is left over."""
     batch, length, heads, _ = x.shape
     parts, span = (x, dt, B, C, log_decay), Q * max(1, MASKS // (batch * heads * Q * Q))
-    grad = needs_grad(*parts, state)
-    ys, y = [], None if grad else torch.empty_like(x)
-    for start in range(0, length, span):
-        now = [p[:, start : start + span] for p in parts]
-        steps = now[0].shape[1]
-        if steps % Q:  # fill the last chunk with steps that neither write nor decay
-            now = [F.pad(p, (0, 0) * (p.dim() - 2) + (0, -steps % Q)) for p in now]
-        out, state = _chunks(*now, state, Q)
-        if grad:
-            ys.append(out[:, :steps])
-        else:
-            y[:, start : start + steps] = out[:, :steps]
-    return torch.cat(ys, 1) if grad else y, state
+    y = None if needs_grad(*parts, state) else torch.empty_like(x)
+    whole, ys = length - length % Q, []
+    starts = [*range(0, whole, span), whole]
+    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+        if start < stop:
+            now = [p[:, start:stop] for p in parts]
+            out = None if y is None else y[:, start:stop]
+            out, state = _chunks(*now, state, min(Q, stop - start), out)
+            ys.append(out)
+    return torch.cat(ys, 1) if y is None else y, state
 
 
-def _chunks(x, dt, B, C, log_decay, state, Q):
+def _chunks(x, dt, B, C, log_decay, state, Q, out=None):
     """All chunks of Q steps at once, L a multiple of Q. With Q = L: one attention.
 
     Shapes: c chunks, G groups of R heads, H = G R. The heads of a group share B and
-    C, so their columns are put side by side in one product, R P wide.
+    C, so their columns are put side by side in one product, R P wide, and there are
+    n = c batch G products. Without `out` for y, autograd may follow.
     """
     batch, length, H, P = x.shape
     G, N = B.shape[2:]
-    c, R, dtype = length // Q, H // G, x.dtype
-    value = (x * dt[..., None]).reshape(batch, c, Q, H, P)
-    B = B.reshape(batch, c, Q, G, N).transpose(2, 3)             # (batch, c, G, Q, N)
-    C = C.reshape(batch, c, Q, G, N).transpose(2, 3)
-    sums = log_decay.reshape(batch, c, Q, H).cumsum(2)           # since the chunk began
+    c, R, dtype, grad = length // Q, H // G, x.dtype, out is None
+
+    def by_head(t, *dims):
+        """`(batch, L, H or G, …)` to `(c, batch, H or G, Q, …)`."""
+        return t.reshape(batch, c, Q, *t.shape[2:]).transpose(0, 1).transpose(2, 3)
+
+    x, dt, B, C = by_head(x), by_head(dt[..., None]), by_head(B), by_head(C)
+    B, C = B.reshape(-1, Q, N), C.reshape(-1, Q, N)              # (n, Q, N)
+    sums = by_head(log_decay).cumsum(3)                 # since the chunk began
 
     # 1. Inside a chunk: attention with decays for a mask.
-    scores = (C @ B.mT)[:, :, :, None]                    # (batch, c, G, 1, Q, Q)
-    mask = decay_mask(sums.mT.contiguous(), dtype).reshape(batch, c, G, R, Q, Q)
-    weights = (mask * scores).reshape(batch, c, H, Q, Q)
-    inside = (weights @ value.transpose(2, 3)).transpose(2, 3)   # (batch, c, Q, H, P)
+    scores = torch.bmm(C, B.mT)[:, None]                         # (n, 1, Q, Q)
+    weights = decay_mask(sums, dtype).reshape(-1, R, Q, Q) * scores
+    value = None if grad else x.new_empty(x.shape)
+    value = torch.mul(x, dt, out=value)                   # (c, batch, H, Q, P)
+    inside = torch.bmm(weights.reshape(-1, Q, Q), value.reshape(-1, Q, P))
 
     # 2. What each chunk alone leaves in the state at its end.
-    to_end = torch.exp2(sums[:, :, -1:] - sums).to(dtype)[..., None]
-    kept = (value * to_end).reshape(batch, c, Q, G, R * P).transpose(2, 3)
-    left = B.mT @ kept                                           # (batch, c, G, N, R P)
+    to_end = torch.exp2(sums[..., -1:] - sums).to(dtype)[..., None] * dt
+    kept = None if grad else x.new_empty(c, batch, G, Q, R, P).transpose(3, 4)
+    kept = torch.mul(x.unflatten(2, (G, R)), to_end.unflatten(2, (G, R)), out=kept)
+    left = torch.bmm(B.mT, kept.transpose(3, 4).reshape(-1, Q, R * P))
 
     # 3. Between chunks: the recurrence, one step a chunk.
-    from_start = torch.exp2(sums).to(dtype)                      # (batch, c, Q, H)
-    decay = from_start[:, :, -1].repeat_interleave(P, -1).reshape(batch, c, G, 1, R * P)
-    h = state.reshape(batch, G, R * P, N).mT                     # (batch, G, N, R P)
-    entering = []
-    for i in range(c):
-        entering.append(h)
-        h = torch.addcmul(left[:, i], decay[:, i], h)
+    from_start = torch.exp2(sums).to(dtype)               # (c, batch, H, Q)
+    decay = from_start[..., -1].repeat_interleave(P, -1).reshape(c, batch, G, 1, R * P)
+    states = [state.reshape(batch, G, R * P, N).mT]              # (batch, G, N, R P)
+    for d, s in zip(decay, left.reshape(c, batch, G, N, R * P), strict=True):
+        states.append(torch.addcmul(s, d, states[-1], out=None if grad else s))
 
     # 4. What the state at a chunk's start gives to its steps.
-    carried = (C @ torch.stack(entering, 1)).transpose(2, 3)     # (batch, c, Q, G, R P)
-    carried = carried.reshape(batch, c, Q, H, P)
-    y = torch.addcmul(inside, carried, from_start[..., None])
-    return y.reshape(batch, length, H, P), h.mT.reshape(batch, H, P, N)
+    carried = torch.bmm(C, torch.stack(states[:-1]).reshape(-1, N, R * P))
+    carried = carried.reshape(c, batch, G, Q, R, P).transpose(3, 4).flatten(2, 3)
+    out = None if grad else by_head(out)
+    y = torch.addcmul(inside.reshape(x.shape), carried, from_start[..., None], out=out)
+    y = y.transpose(2, 3).transpose(0, 1).reshape(batch, length, H, P)
+    return y, states[-1].mT.reshape(batch, H, P, N)
 
 
 def decay_mask(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,4 +189,5 @@ def decay_mask(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Q = sums.shape[-1]
     future = torch.full((Q, Q), -torch.inf, dtype=dtype, device=sums.device).triu(1)
-    return torch.exp2((sums[..., :, None] - sums[..., None, :]).to(dtype) + future)
+    between = (sums[..., :, None] - sums[..., None, :]).to(dtype)
+    return (between + future).exp2_()

@@ -75,6 +75,21 @@ def test_every_formula_is_typeset(page, address, names):
     assert total, "no page has a formula: the check saw nothing"
 
 
+def test_a_formula_keeps_the_punctuation_beside_it(page, address, names):
+    held = 0
+    for name in names:
+        page.open(f"{address}/{name}")
+        loose, tied = page.evaluate("""(() => {
+          const ends = [...document.querySelectorAll("span.math.tex")].filter(
+            formula => /^[.,;:!?)]/.test(formula.nextSibling?.data ?? ""));
+          const tied = ends.filter(formula =>
+            getComputedStyle(formula.parentElement).whiteSpace === "nowrap");
+          return [ends.length - tied.length, tied.length]; })()""")
+        assert loose == 0, f"{name}: {loose} formulas may lose their comma"
+        held += tied
+    assert held, "no formula ends a clause: the check saw nothing"
+
+
 @pytest.mark.parametrize("width", [320, 390, 768])
 def test_no_page_scrolls_sideways(page, address, names, width):
     page.look(width=width)

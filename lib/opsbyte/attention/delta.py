@@ -97,30 +97,24 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
     out = v.new_empty(N, -(-T // chunk), chunk, V)
     for span, (q, k, v, beta, g) in segments(chunk, q, k, v, beta, g):
         since = before(g).exp()                     # (chunks, N, C, 1 or K)
-        read, write = q * since, (k * after(g).exp()).mT
+        read, recall, write = q * since, k * since, (k * after(g).exp()).mT
         fade = since[..., -1:, :].mT                # (chunks, N, 1 or K, 1)
         scores, overlap = decayed_scores((q, k), k, g)
-        U, W = _wy(beta * overlap, beta * v, beta * k * since)
+        solve = _inverse(beta * overlap) * beta.mT  # (chunks, N, C, C)
         answers = torch.empty_like(v)
-        tiles = (x.unbind() for x in (scores, read, write, U, W, fade))
-        for c, (scores, read, write, U, W, fade) in enumerate(zip(*tiles, strict=True)):
-            u = torch.baddbmm(U, W, S, alpha=-1)    # (N, C, V)
+        tiles = (x.unbind() for x in (scores, read, recall, solve, v, write, fade))
+        for c, (scores, read, recall, solve, v, write, fade) in enumerate(zip(*tiles)):
+            u = solve @ torch.baddbmm(v, recall, S, alpha=-1)   # (N, C, V)
             answers[c].baddbmm_(read, S, beta=0).baddbmm_(scores, u)
             S = (fade * S).baddbmm_(write, u)
         out[:, span] = answers.movedim(0, 1)
     return out.flatten(1, 2)[:, :T], S
 
 
-def _wy(L, v, k) -> tuple[Tensor, Tensor]:
-    """U `(…, C, V)` and W `(…, C, K)` of u = U − W S, without knowing the state S.
-
-    (I + L) u = v − k S, with L the strictly lower triangle of k kᵀ, decayed; all
-    times β. The inverse of I + L is the UT transform, U and W the WY form. Only
-    L's strict triangle is read.
-    """
+def _inverse(L: Tensor) -> Tensor:
+    """(I + L)⁻¹, reading L's strictly lower triangle only: the UT transform."""
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
     # From the right: from the left, β near 2 and like keys cost the solver digits.
-    inverse = torch.linalg.solve_triangular(
+    return torch.linalg.solve_triangular(
         L, eye, upper=False, left=False, unitriangular=True
     )
-    return inverse @ v, inverse @ k

@@ -147,6 +147,20 @@ def test_minus_infinity_forgets_all(form, per_channel):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_what_is_not_finite_does_not_leak_back(form, per_channel, bad, which):
+    args = [x.float() for x in inputs(7, T=20, per_channel=per_channel)]
+    before = gated_delta_rule(*args, form="recurrent")
+    args[which][:, :, 13] = bad
+    after = gated_delta_rule(*args, form=form, chunk=8)
+    torch.testing.assert_close(after[:, :, :13], before[:, :, :13], **CLOSE)
+    want = gated_delta_rule(*args, form="recurrent")
+    torch.testing.assert_close(after, want, **CLOSE, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_accumulates_in_float32(form, dtype):
     args = [x.to(dtype) for x in inputs(3, T=200, strength=0.01)]

@@ -116,6 +116,25 @@ def test_no_step_sees_the_future(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_is_not_finite_does_not_leak_back(form, bad, which):
+    q, k, v = inputs(8, T=20)
+    before = linear_attention(q, k, v, form="recurrent")
+    {"q": q, "k": k, "v": v}[which][:, :, 13, 1] = bad
+    traffic = Traffic()
+    after = linear_attention(q, k, v, form=form, chunk=8, traffic=traffic)
+    torch.testing.assert_close(after[:, :, :13], before[:, :, :13], **CLOSE)
+    want = linear_attention(q, k, v, form="recurrent")  # NaN where the loop has NaN
+    torch.testing.assert_close(after, want, **CLOSE, equal_nan=True)
+    chunk = {"recurrent": 1, "parallel": 20, "chunkwise": 8}[form]
+    assert traffic.bytes == linear_bytes(
+        batch=1, heads=2, kv_heads=1, tokens=20, key_dim=3, value_dim=4, chunk=chunk,
+        normalize=True, itemsize=4,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_accumulates_in_float32(form, dtype):
     # 4,096 ones: a half-precision sum would stop at 2,048 (fp16) or 256 (bf16).

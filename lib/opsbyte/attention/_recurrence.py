@@ -116,9 +116,16 @@ def before(log_decay: Tensor) -> Tensor:
 
 
 def after(log_decay: Tensor) -> Tensor:
-    """Decay from each step, own excluded, to the chunk's end, in logarithms.
+    """Decay from each step, own excluded, to the chunk's end, in logarithms."""
+    total = before(log_decay.double())
+    return (total[..., -1:, :] - total).to(log_decay.dtype)
 
-    Summed from the end, not as total − before: large sums would cancel.
+
+def between(log_decay: Tensor) -> Tensor:
+    """Decay from step j to i, own excluded and included: `(…, C, 1)` to `(…, C, C)`.
+
+    0 where i < j. In float64, like `after`: where large sums cancel, float32 would
+    be left with no digit of a weak decay next to a strong one.
     """
-    later = F.pad(log_decay[..., 1:, :], (0, 0, 0, 1))
-    return later.flip(-2).cumsum(-2).flip(-2)
+    total = before(log_decay.double())
+    return (total - total.mT).to(log_decay.dtype).clamp_(max=0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from opsbyte.attention._recurrence import (
     after,
     before,
+    between,
     check_form,
     check_log_decay,
     check_recurrent,
@@ -104,17 +105,8 @@ def decayed_scores(rows: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tenso
     """
     if g.shape[-1] > 1:
         return [_scores_by_halving(q, k, g) for q in rows]
-    decay = pairwise_decay(g)
+    decay = between(g).exp().tril()
     return [(q @ k.mT).mul_(decay) for q in rows]
-
-
-def pairwise_decay(g: Tensor) -> Tensor:
-    """exp(g_{j+1} + … + g_i) for i >= j, else 0: `(…, C, 1)` to `(…, C, C)`.
-
-    Sums g over each stretch, since a difference of long sums would cancel.
-    """
-    later = torch.ones(g.shape[-2], g.shape[-2], device=g.device).tril(-1)
-    return (g * later.to(g.dtype)).cumsum(-2).exp().tril()
 
 
 def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:

@@ -131,6 +131,11 @@ class Page:
     def screenshots(self, stem: Path, **look) -> None:
         """The whole page from top to bottom: stem-1.png, stem-2.png, …"""
         self.look(**look)
+        # What slides into its place would be caught on the way.
+        self.evaluate(
+            "document.head.appendChild(document.createElement('style')).textContent"
+            " = '* {transition: none !important; animation: none !important}'"
+        )
         width, height = self.evaluate(
             "[innerWidth, document.documentElement.scrollHeight]"
         )

@@ -129,9 +129,10 @@ def test_gradients(form):
     assert torch.autograd.gradcheck(f, inputs)
 
 
+@pytest.mark.parametrize("merge", (2, 3, 8))
 @pytest.mark.parametrize("leaf", (1, 2, 5, 100))
 @pytest.mark.parametrize("T", (1, 2, 3, 8, 13, 31))
-def test_recurrence_and_its_gradients(T, leaf):
+def test_recurrence_and_its_gradients(T, leaf, merge):
     torch.manual_seed(T)
     a, b, h = torch.rand(T, 3), torch.randn(T, 3), torch.ones(3)
     a, b, h = a.double(), b.double(), h.double()
@@ -140,13 +141,45 @@ def test_recurrence_and_its_gradients(T, leaf):
         state = a[t] * state + b[t]
         want.append(state)
     kept = a.clone(), b.clone()
-    torch.testing.assert_close(recurrence(a, b, h, leaf=leaf), torch.stack(want))
+    got = recurrence(a, b, h, leaf=leaf, merge=merge)
+    torch.testing.assert_close(got, torch.stack(want))
     assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
     inputs = [x.requires_grad_() for x in (a, b, h)]
-    f = lambda a, b, h: recurrence(a, b, h, leaf=leaf)  # noqa: E731
+    f = lambda a, b, h: recurrence(a, b, h, leaf=leaf, merge=merge)  # noqa: E731
     assert torch.autograd.gradcheck(f, inputs)
     if T == 3:
         assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("steps", (1, 8, 64))
+@pytest.mark.parametrize("threads", (1, 2))
+def test_wide_and_narrow_steps(steps, threads):
+    """The chunked form loops over wide steps and merges narrow ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for D in (1, 16, 1024):  # 64 to 65,536 elements a step
+            p = problem(9, batch=4, D=D, N=16, L=75)
+            want = run(p, form="sequential")
+            for got, w in zip(run(p, chunk=steps), want, strict=True):
+                torch.testing.assert_close(got, w, **CLOSE)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ("u", "delta", "B", "C", "z"))
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+def test_what_is_not_finite_stays_in_its_future(form, name, value):
+    p = problem(10, L=40)
+    want, _ = run(p, form=form, chunk=16)
+    p[name] = p[name].clone()
+    p[name][0, 0, 21] = value
+    y, _ = run(p, form=form, chunk=16)
+    assert torch.equal(y[..., :21], want[..., :21])
+    assert torch.equal(y[1], want[1])                # the other sequence
+    if torch.tensor(value).isnan():
+        assert y[0, 0, 21].isnan()
 
 
 def test_inputs_are_left_alone():

@@ -127,6 +127,22 @@ def test_half_precision_is_carried_in_float32(form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ("x", "dt", "B", "C"))
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+def test_what_is_not_finite_stays_in_its_future(form, name, value):
+    """A masked weight of 0 times NaN is NaN, so masks alone would let it through."""
+    p = problem(7, L=40)
+    want, _ = run(p, form=form, chunk=16)
+    p[name] = p[name].clone()
+    p[name][0, 21, 0] = value
+    y, _ = run(p, form=form, chunk=16)
+    torch.testing.assert_close(y[:, :21], want[:, :21], **CLOSE)
+    torch.testing.assert_close(y[1], want[1], **CLOSE)     # the other sequence
+    if torch.tensor(value).isnan():
+        assert y[0, 21, 0].isnan().any()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_gradients(form):
     p = problem(3, batch=1, L=7, P=2, N=2, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in p.values()]

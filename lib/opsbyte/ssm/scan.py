@@ -15,9 +15,10 @@ this file, uses its first-order term delta B (Euler); they agree as delta A -> 0
 - parallel: the steps h -> a h + b compose associatively, so pairs can be merged
   in a tree, O(L) work in about 2 log2 L sweeps (Blelloch 1990, "Prefix sums and
   their applications"). All L states lie in memory at once;
-- chunked: the same, over stretches of time short enough to stay in cache, and
-  with a plain loop at the top of the tree. What does not depend on the state
-  (exponentials, outer products, the sum over N) is done for a stretch at once.
+- chunked: over stretches of time short enough to stay in cache. What does not
+  depend on the state (exponentials, outer products, the sum over N) is done for a
+  stretch at once. The rest is a plain loop if a step keeps the processor busy;
+  smaller steps are merged first, by eights, as that moves fewer numbers.
 """
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ from opsbyte.ssm._check import (
 
 FORMS = ("sequential", "parallel", "chunked")
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x log2 e); torch's exp2 beats its exp on CPUs
-BUFFER = 2**21              # elements of a stretch: 8 MiB of float32
+BUFFER = 2**20              # elements of a stretch: 4 MiB of float32
 LEAF = 16                   # steps that the chunked form leaves to the loop
+MERGE = 8                   # steps that it makes one of otherwise
+GRAIN = 2**15               # elements from which torch shares an operator out
 
 
 def selective_scan(
@@ -66,7 +69,7 @@ def selective_scan(
     D adds D u, the skip; z multiplies the result by silu(z), the gate.
     form: "sequential", "parallel" or "chunked" (fastest on a CPU).
     chunk: time steps that "chunked" takes at once, by default as many as keep a
-    buffer of `(chunk, batch, N, D)` within 8 MiB.
+    buffer of `(chunk, batch, N, D)` within 4 MiB.
 
     Half precision is computed and carried in float32. Returns y in u's dtype,
     and the state in float32 (float64 for float64). Raises ValueError on shapes,
@@ -101,10 +104,14 @@ def selective_scan(
     if form == "sequential":
         y, h = _sequential(x, delta, A, B, C, h)
     elif form == "parallel":
-        y, h = _stretches(x, delta, A, B, C, h, chunk=max(1, length), leaf=1)
+        chunk = max(1, length)
+        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=1, merge=2)
     else:
         chunk = chunk or max(LEAF, BUFFER // max(1, h.numel()))
-        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=LEAF)
+        # Large enough steps are worth an operator each; small ones are merged.
+        wide = h.numel() >= (GRAIN if torch.get_num_threads() > 1 else GRAIN // 8)
+        leaf = chunk if wide else LEAF
+        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=leaf, merge=MERGE)
 
     if D is not None:
         y = y + D.to(dtype)[:, None] * x
@@ -125,16 +132,16 @@ def _sequential(u, delta, A, B, C, h):
     return torch.stack(ys, -1) if ys else u.clone(), h
 
 
-def _stretches(u, delta, A, B, C, h, *, chunk, leaf):
+def _stretches(u, delta, A, B, C, h, *, chunk, leaf, merge):
     """The scan, `chunk` steps at a time. Time comes first, channels come last."""
-    u, delta = (t.permute(2, 0, 1).contiguous() for t in (u, delta))  # (L, batch, D)
+    batch, D, length = u.shape
     B, C = (t.permute(2, 0, 1).contiguous() for t in (B, C))          # (L, batch, N)
     A = A.T.contiguous() * LOG2_E                                     # (N, D)
     h = h.mT.contiguous()                                             # (batch, N, D)
-    length, grad = u.shape[0], needs_grad(u, delta, A, B, C, h)
+    grad = needs_grad(u, delta, A, B, C, h)
     buffers = None, None        # autograd keeps its own; otherwise reuse two
     if not grad:
-        y = u.new_empty(length, u.shape[1], 1, u.shape[2])            # (L, batch, 1, D)
+        y = u.new_empty(length, batch, 1, D)
         buffers = u.new_empty(2, min(chunk, length), *h.shape)
     ys = []
     for start in range(0, length, chunk):
@@ -142,61 +149,80 @@ def _stretches(u, delta, A, B, C, h, *, chunk, leaf):
         steps = min(chunk, length - start)
         one, two = (None if b is None else b[:steps] for b in buffers)
         out = None if grad else y[t]
-        decay = torch.mul(delta[t, :, None], A, out=one)       # (chunk, batch, N, D)
+        dt, x = (_time_first(p[..., t]) for p in (delta, u))   # (chunk, batch, 1, D)
+        decay = torch.mul(dt, A, out=one)                      # (chunk, batch, N, D)
         decay = torch.exp2(decay, out=one)
-        write = (delta[t] * u[t])[:, :, None]                  # (chunk, batch, 1, D)
-        write = torch.mul(write, B[t, ..., None], out=two)     # (chunk, batch, N, D)
-        states = recurrence(decay, write, h, leaf=leaf, reuse=not grad)
+        write = torch.mul(dt * x, B[t, ..., None], out=two)
+        states = recurrence(decay, write, h, leaf=leaf, merge=merge, reuse=not grad)
         h = states[-1].clone()                                 # (batch, N, D)
         ys.append(torch.matmul(C[t, :, None], states, out=out))
     if grad or not ys:
-        y = torch.cat(ys) if ys else u[:, :, None]
+        y = torch.cat(ys) if ys else u.permute(2, 0, 1)[:, :, None]
     return y[:, :, 0].permute(1, 2, 0), h.mT
 
 
+def _time_first(x: Tensor) -> Tensor:
+    """`(batch, D, T)` to `(T, batch, 1, D)`. torch is fast at whole matrices only."""
+    rows = x.flatten(0, 1).contiguous()
+    return rows.T.contiguous().reshape(x.shape[2], x.shape[0], 1, x.shape[1])
+
+
 def recurrence(
-    a: Tensor, b: Tensor, h: Tensor, *, leaf: int = LEAF, reuse: bool = False
+    a: Tensor,
+    b: Tensor,
+    h: Tensor,
+    *,
+    leaf: int = LEAF,
+    merge: int = 2,
+    reuse: bool = False,
 ) -> Tensor:
     """All h_t = a_t h_{t-1} + b_t along the first dimension, from h_{-1} = h.
 
     a, b `(T, …)`, h `(…)`; returns `(T, …)`.
-    leaf: sequences up to this length are looped over, longer ones are merged in
-    pairs. reuse: write into a and b (a is spoilt, b becomes the result) where
-    that is possible, that is, where no gradient is asked for.
+    leaf: sequences up to this length are looped over, in longer ones `merge` steps
+    become one: 2 for the fewest sweeps, more for fewer numbers moved.
+    reuse: write into a and b (a is spoilt, b becomes the result) where that is
+    possible, that is, where no gradient is asked for.
     """
     if needs_grad(a, b, h):
-        return _Recurrence.apply(a, b, h, leaf)
+        return _Recurrence.apply(a, b, h, leaf, merge)
     if not reuse:
         a, b = a.clone(), b.clone()
-    _scan_(a, b, h, leaf)
+    _scan_(a, b, h, max(leaf, 1), merge)
     return b
 
 
-def _scan_(a: Tensor, b: Tensor, h: Tensor, leaf: int) -> None:
+def _scan_(a: Tensor, b: Tensor, h: Tensor, leaf: int, merge: int) -> None:
     """`recurrence` in place: b becomes the states, a is spoilt."""
-    if len(b) <= max(leaf, 1):
+    whole = len(b) - len(b) % merge
+    if len(b) <= leaf or not whole:
         for decay, state in zip(a.unbind(), b.unbind(), strict=True):
             h = state.addcmul_(decay, h)             # b_t + a_t h_{t-1}
         return
-    a_even, a_odd, b_even, b_odd = a[::2], a[1::2], b[::2], b[1::2]
-    pairs = len(b_odd)
-    # Two steps make one: h -> a_odd (a_even h + b_even) + b_odd.
-    b_odd.addcmul_(a_odd, b_even[:pairs])
-    a_odd.mul_(a_even[:pairs])
-    _scan_(a_odd, b_odd, h, leaf)                    # half as long: odd states done
-    b_even[0].addcmul_(a_even[0], h)
-    b_even[1:].addcmul_(a_even[1:], b_odd[: len(b_even) - 1])
+    # A tensor for each step of a block, that holds this step of all the blocks.
+    a_, b_ = (t[:whole].unflatten(0, (-1, merge)).unbind(1) for t in (a, b))
+    decay, write = a_[0], b_[0]  # two steps make one: h -> a_1 (a_0 h + b_0) + b_1
+    for s in range(1, merge - 1):
+        write = torch.addcmul(b_[s], a_[s], write, out=None if s == 1 else write)
+        decay = torch.mul(a_[s], decay, out=None if s == 1 else decay)
+    b_[-1].addcmul_(a_[-1], write)
+    a_[-1].mul_(decay)
+    _scan_(a_[-1], b_[-1], h, leaf, merge)           # the last state of every block
+    before = torch.cat([h[None], b_[-1][:-1]])
+    for a_s, b_s in zip(a_[:-1], b_[:-1], strict=True):
+        before = b_s.addcmul_(a_s, before)
+    _scan_(a[whole:], b[whole:], b_[-1][-1], leaf, merge)
 
 
 class _Recurrence(torch.autograd.Function):
     """The gradient of the recurrence is the same recurrence, backwards in time."""
 
     @staticmethod
-    def forward(ctx, a, b, h, leaf):
+    def forward(ctx, a, b, h, leaf, merge):
         states = b.clone()
-        _scan_(a.clone(), states, h, leaf)
+        _scan_(a.clone(), states, h, leaf, merge)
         ctx.save_for_backward(a, states, h)
-        ctx.leaf = leaf
+        ctx.leaf, ctx.merge = leaf, merge
         return states
 
     @staticmethod
@@ -204,7 +230,9 @@ class _Recurrence(torch.autograd.Function):
         a, states, h = ctx.saved_tensors
         # d_t = grad_t + a_{t+1} d_{t+1}
         a_next = torch.cat([a[1:], torch.zeros_like(a[:1])])
-        d = recurrence(a_next.flip(0), grad.flip(0), torch.zeros_like(h), leaf=ctx.leaf)
-        d = d.flip(0)
+        d = recurrence(
+            a_next.flip(0), grad.flip(0), torch.zeros_like(h),
+            leaf=ctx.leaf, merge=ctx.merge,
+        ).flip(0)
         before = torch.cat([h[None], states[:-1]])   # h_{t-1}
-        return d * before, d, a[0] * d[0], None
+        return d * before, d, a[0] * d[0], None, None

@@ -83,14 +83,14 @@ def segments(chunk: int, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]
     filled up with zeros. With each stretch comes which of all the chunks it holds.
     """
     N, T = tensors[0].shape[0], tensors[0].shape[-2]
-    stride = chunk * max(1, ROWS // (chunk * max(N, 1)))
-    for start in range(0, T, stride):
-        tiles = [x[..., start : start + stride, :] for x in tensors]
-        if pad := -tiles[0].shape[-2] % chunk:
-            tiles = [F.pad(x, (0, 0, 0, pad)) for x in tiles]
-        tiles = [x.unflatten(-2, (-1, chunk)).movedim(-3, 0) for x in tiles]
-        first = start // chunk
-        yield slice(first, first + len(tiles[0])), [x.contiguous() for x in tiles]
+    if pad := -T % chunk:
+        tensors = [F.pad(x, (0, 0, 0, pad)) for x in tensors]
+    shape = (T + pad) // chunk, chunk
+    chunks = [x.unflatten(-2, shape).movedim(-3, 0) for x in tensors]
+    count = max(1, ROWS // (chunk * max(N, 1)))
+    for first in range(0, shape[0], count):
+        span = slice(first, first + count)
+        yield span, [x[span].contiguous() for x in chunks]
 
 
 def finite(out: Tensor) -> bool:

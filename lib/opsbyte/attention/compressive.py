@@ -1,6 +1,6 @@
 """Compressive memory: a window of softmax attention, a matrix for all before it.
 
-Infini-attention, Munkhdalai et al. 2024, arXiv 2404.07143, section 2.1.
+Infini-attention, Munkhdalai et al. 2024, arXiv 2404.07143, under "Compressive Memory".
 
 The text comes in segments. Within one, softmax attention. What leaves is not
 kept but added to a matrix M, as linear attention does (φ = elu + 1), and read by

@@ -144,49 +144,58 @@ def _chunks(x, dt, B, C, log_decay, state, Q, out=None):
     G, N = B.shape[2:]
     c, R, dtype, grad = length // Q, H // G, x.dtype, out is None
 
-    def by_head(t, *dims):
-        """`(batch, L, H or G, …)` to `(c, batch, H or G, Q, …)`."""
-        return t.reshape(batch, c, Q, *t.shape[2:]).transpose(0, 1).transpose(2, 3)
+    def cut(t):
+        """`(batch, L, H, …)` to `(c, batch, G, R, Q, …)`, a view."""
+        t = t.reshape(batch, c, Q, G, R, *t.shape[3:]).transpose(0, 1)
+        return t.movedim(2, 4)
 
-    x, dt, B, C = by_head(x), by_head(dt[..., None]), by_head(B), by_head(C)
+    x, dt = cut(x), cut(dt)[..., None]
+    B, C = (t.reshape(batch, c, Q, G, N).permute(1, 0, 3, 2, 4) for t in (B, C))
     B, C = B.reshape(-1, Q, N), C.reshape(-1, Q, N)              # (n, Q, N)
-    sums = by_head(log_decay).cumsum(3)                 # since the chunk began
+    sums = cut(log_decay).cumsum(-1)                    # since the chunk began
 
     # 1. Inside a chunk: attention with decays for a mask.
     scores = torch.bmm(C, B.mT)[:, None]                         # (n, 1, Q, Q)
     weights = decay_mask(sums, dtype).reshape(-1, R, Q, Q) * scores
     value = None if grad else x.new_empty(x.shape)
-    value = torch.mul(x, dt, out=value)                   # (c, batch, H, Q, P)
+    value = torch.mul(x, dt, out=value)                   # (c, batch, G, R, Q, P)
     inside = torch.bmm(weights.reshape(-1, Q, Q), value.reshape(-1, Q, P))
 
     # 2. What each chunk alone leaves in the state at its end.
     to_end = torch.exp2(sums[..., -1:] - sums).to(dtype)[..., None] * dt
     kept = None if grad else x.new_empty(c, batch, G, Q, R, P).transpose(3, 4)
-    kept = torch.mul(x.unflatten(2, (G, R)), to_end.unflatten(2, (G, R)), out=kept)
-    left = torch.bmm(B.mT, kept.transpose(3, 4).reshape(-1, Q, R * P))
+    kept = torch.mul(x, to_end, out=kept).transpose(3, 4).reshape(-1, Q, R * P)
+    states = x.new_empty(c + 1, batch, G, N, R * P)
+    left = torch.bmm(B.mT, kept, out=None if grad else states[1:].flatten(0, 2))
 
     # 3. Between chunks: the recurrence, one step a chunk.
-    from_start = torch.exp2(sums).to(dtype)               # (c, batch, H, Q)
-    decay = from_start[..., -1].repeat_interleave(P, -1).reshape(c, batch, G, 1, R * P)
-    states = [state.reshape(batch, G, R * P, N).mT]              # (batch, G, N, R P)
-    for d, s in zip(decay, left.reshape(c, batch, G, N, R * P), strict=True):
-        states.append(torch.addcmul(s, d, states[-1], out=None if grad else s))
+    from_start = torch.exp2(sums).to(dtype)[..., None]    # (c, batch, G, R, Q, 1)
+    decay = from_start[..., -1, :].expand(-1, -1, -1, -1, P).reshape(c, batch, G, 1, -1)
+    h = state.reshape(batch, G, R * P, N).mT                     # (batch, G, N, R P)
+    entering = [states[0].copy_(h)]
+    for d, s in zip(decay, left.view(states[1:].shape), strict=True):
+        entering.append(torch.addcmul(s, d, entering[-1], out=None if grad else s))
+    *entering, h = entering
+    entering = torch.stack(entering) if grad else states[:-1]
 
     # 4. What the state at a chunk's start gives to its steps.
-    carried = torch.bmm(C, torch.stack(states[:-1]).reshape(-1, N, R * P))
-    carried = carried.reshape(c, batch, G, Q, R, P).transpose(3, 4).flatten(2, 3)
-    out = None if grad else by_head(out)
-    y = torch.addcmul(inside.reshape(x.shape), carried, from_start[..., None], out=out)
-    y = y.transpose(2, 3).transpose(0, 1).reshape(batch, length, H, P)
-    return y, states[-1].mT.reshape(batch, H, P, N)
+    carried = torch.bmm(C, entering.view(-1, N, R * P))
+    carried = carried.view(c, batch, G, Q, R, P).transpose(3, 4)
+    out = None if grad else cut(out)
+    y = torch.addcmul(inside.view(x.shape), carried, from_start, out=out)
+    y = y.movedim(4, 2).transpose(0, 1).reshape(batch, length, H, P)
+    return y, h.mT.reshape(batch, H, P, N)
 
 
 def decay_mask(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """L[t, s] = 2^(sums_t - sums_s) for s <= t, else 0, `(…, Q, Q)` from `(…, Q)`.
 
-    The exponent is masked, not the power: above the diagonal it may overflow.
+    The exponent is masked, not the power: above the diagonal it may overflow. It is
+    as exact as a difference in sums' dtype, but made of two parts in `dtype`.
     """
-    Q = sums.shape[-1]
+    Q, high = sums.shape[-1], sums.to(dtype)
+    low = (sums - high).to(dtype)
     future = torch.full((Q, Q), -torch.inf, dtype=dtype, device=sums.device).triu(1)
-    between = (sums[..., :, None] - sums[..., None, :]).to(dtype)
-    return (between + future).exp2_()
+    between = high[..., :, None] - high[..., None, :]
+    between.add_(low[..., :, None]).sub_(low[..., None, :]).add_(future)
+    return between.exp2_()

@@ -200,17 +200,19 @@ def _scan_(a: Tensor, b: Tensor, h: Tensor, leaf: int, merge: int) -> None:
             h = state.addcmul_(decay, h)             # b_t + a_t h_{t-1}
         return
     # A tensor for each step of a block, that holds this step of all the blocks.
-    a_, b_ = (t[:whole].unflatten(0, (-1, merge)).unbind(1) for t in (a, b))
-    decay, write = a_[0], b_[0]  # two steps make one: h -> a_1 (a_0 h + b_0) + b_1
+    blocks = [t[:whole].unflatten(0, (-1, merge)) for t in (a, b)]
+    a_, b_ = (t.unbind(1) for t in blocks)
+    # The steps of a block make one: h -> a_1 (a_0 h + b_0) + b_1 if there are two.
+    write = b_[0]
     for s in range(1, merge - 1):
         write = torch.addcmul(b_[s], a_[s], write, out=None if s == 1 else write)
-        decay = torch.mul(a_[s], decay, out=None if s == 1 else decay)
     b_[-1].addcmul_(a_[-1], write)
-    a_[-1].mul_(decay)
+    a_[-1].mul_(a_[0] if merge == 2 else blocks[0][:, :-1].prod(1))
     _scan_(a_[-1], b_[-1], h, leaf, merge)           # the last state of every block
-    before = torch.cat([h[None], b_[-1][:-1]])
-    for a_s, b_s in zip(a_[:-1], b_[:-1], strict=True):
-        before = b_s.addcmul_(a_s, before)
+    b_[0][0].addcmul_(a_[0][0], h)
+    b_[0][1:].addcmul_(a_[0][1:], b_[-1][:-1])
+    for s in range(1, merge - 1):
+        b_[s].addcmul_(a_[s], b_[s - 1])
     _scan_(a[whole:], b[whole:], b_[-1][-1], leaf, merge)
 
 

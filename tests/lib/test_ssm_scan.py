@@ -129,10 +129,9 @@ def test_gradients(form):
     assert torch.autograd.gradcheck(f, inputs)
 
 
-@pytest.mark.parametrize("merge", (2, 3, 8))
 @pytest.mark.parametrize("leaf", (1, 2, 5, 100))
 @pytest.mark.parametrize("T", (1, 2, 3, 8, 13, 31))
-def test_recurrence_and_its_gradients(T, leaf, merge):
+def test_recurrence_and_its_gradients(T, leaf):
     torch.manual_seed(T)
     a, b, h = torch.rand(T, 3), torch.randn(T, 3), torch.ones(3)
     a, b, h = a.double(), b.double(), h.double()
@@ -141,11 +140,11 @@ def test_recurrence_and_its_gradients(T, leaf, merge):
         state = a[t] * state + b[t]
         want.append(state)
     kept = a.clone(), b.clone()
-    got = recurrence(a, b, h, leaf=leaf, merge=merge)
+    got = recurrence(a, b, h, leaf=leaf)
     torch.testing.assert_close(got, torch.stack(want))
     assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
     inputs = [x.requires_grad_() for x in (a, b, h)]
-    f = lambda a, b, h: recurrence(a, b, h, leaf=leaf, merge=merge)  # noqa: E731
+    f = lambda a, b, h: recurrence(a, b, h, leaf=leaf)  # noqa: E731
     assert torch.autograd.gradcheck(f, inputs)
     if T == 3:
         assert torch.autograd.gradgradcheck(f, inputs)

@@ -17,8 +17,8 @@ this file, uses its first-order term delta B (Euler); they agree as delta A -> 0
   their applications"). All L states lie in memory at once;
 - chunked: over stretches of time short enough to stay in cache. What does not
   depend on the state (exponentials, outer products, the sum over N) is done for a
-  stretch at once. The rest is a plain loop if a step keeps the processor busy;
-  smaller steps are merged first, by eights, as that moves fewer numbers.
+  stretch at once. The rest is a plain loop if a step keeps all cores busy, and
+  otherwise the tree, with a plain loop at its top.
 """
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ FORMS = ("sequential", "parallel", "chunked")
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x log2 e); torch's exp2 beats its exp on CPUs
 BUFFER = 2**20              # elements of a stretch: 4 MiB of float32
 LEAF = 16                   # steps that the chunked form leaves to the loop
-MERGE = 8                   # steps that it makes one of otherwise
 GRAIN = 2**15               # elements from which torch shares an operator out
 
 
@@ -105,13 +104,13 @@ def selective_scan(
         y, h = _sequential(x, delta, A, B, C, h)
     elif form == "parallel":
         chunk = max(1, length)
-        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=1, merge=2)
+        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=1)
     else:
         chunk = chunk or max(LEAF, BUFFER // max(1, h.numel()))
-        # Large enough steps are worth an operator each; small ones are merged.
+        # Wide steps are worth an operator each, narrow ones are merged first.
         wide = h.numel() >= (GRAIN if torch.get_num_threads() > 1 else GRAIN // 8)
         leaf = chunk if wide else LEAF
-        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=leaf, merge=MERGE)
+        y, h = _stretches(x, delta, A, B, C, h, chunk=chunk, leaf=leaf)
 
     if D is not None:
         y = y + D.to(dtype)[:, None] * x
@@ -132,7 +131,7 @@ def _sequential(u, delta, A, B, C, h):
     return torch.stack(ys, -1) if ys else u.clone(), h
 
 
-def _stretches(u, delta, A, B, C, h, *, chunk, leaf, merge):
+def _stretches(u, delta, A, B, C, h, *, chunk, leaf):
     """The scan, `chunk` steps at a time. Time comes first, channels come last."""
     batch, D, length = u.shape
     B, C = (t.permute(2, 0, 1).contiguous() for t in (B, C))          # (L, batch, N)
@@ -153,7 +152,7 @@ def _stretches(u, delta, A, B, C, h, *, chunk, leaf, merge):
         decay = torch.mul(dt, A, out=one)                      # (chunk, batch, N, D)
         decay = torch.exp2(decay, out=one)
         write = torch.mul(dt * x, B[t, ..., None], out=two)
-        states = recurrence(decay, write, h, leaf=leaf, merge=merge, reuse=not grad)
+        states = recurrence(decay, write, h, leaf=leaf, reuse=not grad)
         h = states[-1].clone()                                 # (batch, N, D)
         ys.append(torch.matmul(C[t, :, None], states, out=out))
     if grad or not ys:
@@ -168,63 +167,48 @@ def _time_first(x: Tensor) -> Tensor:
 
 
 def recurrence(
-    a: Tensor,
-    b: Tensor,
-    h: Tensor,
-    *,
-    leaf: int = LEAF,
-    merge: int = 2,
-    reuse: bool = False,
+    a: Tensor, b: Tensor, h: Tensor, *, leaf: int = LEAF, reuse: bool = False
 ) -> Tensor:
     """All h_t = a_t h_{t-1} + b_t along the first dimension, from h_{-1} = h.
 
     a, b `(T, …)`, h `(…)`; returns `(T, …)`.
-    leaf: sequences up to this length are looped over, in longer ones `merge` steps
-    become one: 2 for the fewest sweeps, more for fewer numbers moved.
-    reuse: write into a and b (a is spoilt, b becomes the result) where that is
-    possible, that is, where no gradient is asked for.
+    leaf: sequences up to this length are looped over, longer ones are merged in
+    pairs. reuse: write into a and b (a is spoilt, b becomes the result) where
+    that is possible, that is, where no gradient is asked for.
     """
     if needs_grad(a, b, h):
-        return _Recurrence.apply(a, b, h, leaf, merge)
+        return _Recurrence.apply(a, b, h, leaf)
     if not reuse:
         a, b = a.clone(), b.clone()
-    _scan_(a, b, h, max(leaf, 1), merge)
+    _scan_(a, b, h, leaf)
     return b
 
 
-def _scan_(a: Tensor, b: Tensor, h: Tensor, leaf: int, merge: int) -> None:
+def _scan_(a: Tensor, b: Tensor, h: Tensor, leaf: int) -> None:
     """`recurrence` in place: b becomes the states, a is spoilt."""
-    whole = len(b) - len(b) % merge
-    if len(b) <= leaf or not whole:
+    if len(b) <= max(leaf, 1):
         for decay, state in zip(a.unbind(), b.unbind(), strict=True):
             h = state.addcmul_(decay, h)             # b_t + a_t h_{t-1}
         return
-    # A tensor for each step of a block, that holds this step of all the blocks.
-    blocks = [t[:whole].unflatten(0, (-1, merge)) for t in (a, b)]
-    a_, b_ = (t.unbind(1) for t in blocks)
-    # The steps of a block make one: h -> a_1 (a_0 h + b_0) + b_1 if there are two.
-    write = b_[0]
-    for s in range(1, merge - 1):
-        write = torch.addcmul(b_[s], a_[s], write, out=None if s == 1 else write)
-    b_[-1].addcmul_(a_[-1], write)
-    a_[-1].mul_(a_[0] if merge == 2 else blocks[0][:, :-1].prod(1))
-    _scan_(a_[-1], b_[-1], h, leaf, merge)           # the last state of every block
-    b_[0][0].addcmul_(a_[0][0], h)
-    b_[0][1:].addcmul_(a_[0][1:], b_[-1][:-1])
-    for s in range(1, merge - 1):
-        b_[s].addcmul_(a_[s], b_[s - 1])
-    _scan_(a[whole:], b[whole:], b_[-1][-1], leaf, merge)
+    a_even, a_odd, b_even, b_odd = a[::2], a[1::2], b[::2], b[1::2]
+    pairs = len(b_odd)
+    # Two steps make one: h -> a_odd (a_even h + b_even) + b_odd.
+    b_odd.addcmul_(a_odd, b_even[:pairs])
+    a_odd.mul_(a_even[:pairs])
+    _scan_(a_odd, b_odd, h, leaf)                    # half as long: odd states done
+    b_even[0].addcmul_(a_even[0], h)
+    b_even[1:].addcmul_(a_even[1:], b_odd[: len(b_even) - 1])
 
 
 class _Recurrence(torch.autograd.Function):
     """The gradient of the recurrence is the same recurrence, backwards in time."""
 
     @staticmethod
-    def forward(ctx, a, b, h, leaf, merge):
+    def forward(ctx, a, b, h, leaf):
         states = b.clone()
-        _scan_(a.clone(), states, h, leaf, merge)
+        _scan_(a.clone(), states, h, leaf)
         ctx.save_for_backward(a, states, h)
-        ctx.leaf, ctx.merge = leaf, merge
+        ctx.leaf = leaf
         return states
 
     @staticmethod
@@ -232,9 +216,7 @@ class _Recurrence(torch.autograd.Function):
         a, states, h = ctx.saved_tensors
         # d_t = grad_t + a_{t+1} d_{t+1}
         a_next = torch.cat([a[1:], torch.zeros_like(a[:1])])
-        d = recurrence(
-            a_next.flip(0), grad.flip(0), torch.zeros_like(h),
-            leaf=ctx.leaf, merge=ctx.merge,
-        ).flip(0)
+        d = recurrence(a_next.flip(0), grad.flip(0), torch.zeros_like(h), leaf=ctx.leaf)
+        d = d.flip(0)
         before = torch.cat([h[None], states[:-1]])   # h_{t-1}
-        return d * before, d, a[0] * d[0], None, None
+        return d * before, d, a[0] * d[0], None

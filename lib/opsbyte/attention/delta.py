@@ -7,7 +7,8 @@ Qwen3-Next); with a decay per channel, Kimi Linear's, arXiv 2510.26692.
 
 Linear attention only ever adds. Here a step reads what the key recalls, and
 writes the difference to its value. So u_t needs the u before it: within a chunk
-a triangular system, (I + L) u = β (v − k S), solved once for all right-hand sides.
+a triangular system, (I + L) u = β (v − k S). L is made of keys, β and decays, so all
+chunks are inverted at once, before any state S is known.
 """
 from __future__ import annotations
 
@@ -56,6 +57,7 @@ def gated_delta_rule(
     initial_state, and the one returned with return_state: `(B, Hq, K, V)`, one
         for each query head since each has its β; float32 (float64 for it).
 
+    What is not finite at a step changes no answer before it.
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)
@@ -103,7 +105,8 @@ def _chunkwise(q, k, v, beta, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]
         solve = _inverse(beta * overlap) * beta.mT  # (chunks, N, C, C)
         answers = torch.empty_like(v)
         tiles = (x.unbind() for x in (scores, read, recall, solve, v, write, fade))
-        for c, (scores, read, recall, solve, v, write, fade) in enumerate(zip(*tiles)):
+        for c, tile in enumerate(zip(*tiles, strict=True)):
+            scores, read, recall, solve, v, write, fade = tile
             u = solve @ torch.baddbmm(v, recall, S, alpha=-1)   # (N, C, V)
             answers[c].baddbmm_(read, S, beta=0).baddbmm_(scores, u)
             S = (fade * S).baddbmm_(write, u)

@@ -52,6 +52,7 @@ def gated_linear_attention(
     initial_state, and the one returned with return_state: `(B, Hq, K, V)`, one
         for each query head since each has its decay; float32 (float64 for it).
 
+    What is not finite at a step changes no answer before it.
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)
@@ -97,16 +98,16 @@ def _chunkwise(q, k, v, g, S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     return out.flatten(1, 2)[:, :T], S
 
 
-def decayed_scores(rows: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tensor]:
+def decayed_scores(rows: tuple, k: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """For each q of rows, lower triangular `(…, C, C)`:
     Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic).
 
     q and k `(…, C, K)`; g `(…, C, 1)` or `(…, C, K)`.
     """
     if g.shape[-1] > 1:
-        return [_scores_by_halving(q, k, g) for q in rows]
+        return _scores_by_halving(torch.stack(rows), k, g).unbind()
     decay = between(g).exp().tril()
-    return [(q @ k.mT).mul_(decay) for q in rows]
+    return tuple((q @ k.mT).mul_(decay) for q in rows)
 
 
 def _scores_by_halving(q: Tensor, k: Tensor, g: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ def linear_attention(
         normalize it is `(B, Hkv, K', V + 1)`; the last column is Σ φ(k_s).
     traffic: counts a kernel per chunk (recurrent: per step) as `linear_bytes`.
 
+    What is not finite at a step changes no answer before it.
     Raises ValueError on shapes, dtypes, devices or names that do not fit.
     """
     check_recurrent(q, k, v)

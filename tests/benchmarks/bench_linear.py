@@ -16,10 +16,10 @@ back to the system, and whether a side then pays for getting it page by page
 depends on what ran before it. Python's garbage collector is off, as in timeit:
 the tens of thousands of views that a loop makes set it off, at twice the time.
 
-Beside each ratio to a target stands the one that the chunkwise form would have at
-its limit. Where that is below the target, as for linear attention on the machines
-tried, no program made of these products can reach it: the loop has no idle time to
-save, only products too thin to be fast. torch also computes the masked half.
+Beside each ratio stands the one that the chunkwise form would have at its limit.
+Where that is below the target, as for linear attention on the machine tried, these
+products at torch's own rate cannot reach it. And the limit is a kind one: it counts
+half of each masked square, which torch computes whole.
 
 Exit status 1 if a ratio misses its target.
 """

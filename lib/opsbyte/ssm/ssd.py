@@ -56,7 +56,8 @@ def ssd(
     g H/G to (g+1) H/G - 1; D `(H,)`; states `(batch, H, P, N)`.
 
     form: "recurrent", "quadratic" or "chunked".
-    chunk: time steps in a chunk of "chunked"; any L is accepted.
+    chunk: time steps in a chunk of "chunked"; any L is accepted. Each head's mask has
+    chunk² elements: it pays as long as they stay in cache (32 to 128 on CPUs).
 
     Half precision is computed and carried in float32, and sums of log decays in
     float64: strong decays must not blur the weak ones after them. Returns y in x's
@@ -118,60 +119,77 @@ def _recurrent(x, dt, B, C, log_decay, state):
 
 
 def _chunked(x, dt, B, C, log_decay, state, Q):
-    """Chunks of Q steps, as many at once as stay in cache; then what is left over."""
-    batch, length, heads, _ = x.shape
-    parts, span = (x, dt, B, C, log_decay), Q * max(1, MASKS // (batch * heads * Q * Q))
+    """Whole chunks of Q steps, then what is left over as one shorter chunk."""
+    parts, length = (x, dt, B, C, log_decay), x.shape[1]
     y = None if needs_grad(*parts, state) else torch.empty_like(x)
     whole, ys = length - length % Q, []
-    starts = [*range(0, whole, span), whole]
-    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+    for start, stop, steps in ((0, whole, Q), (whole, length, length - whole)):
         if start < stop:
             now = [p[:, start:stop] for p in parts]
             out = None if y is None else y[:, start:stop]
-            out, state = _chunks(*now, state, min(Q, stop - start), out)
+            out, state = _chunks(*now, state, steps, out)
             ys.append(out)
     return torch.cat(ys, 1) if y is None else y, state
 
 
-def _chunks(x, dt, B, C, log_decay, state, Q, out=None):
-    """All chunks of Q steps at once, L a multiple of Q. With Q = L: one attention.
+def _chunks(x, dt, B, C, log_decay, state, Q, out):
+    """Chunks of Q steps, L a multiple of Q, as many at once as stay in cache.
 
-    Shapes: c chunks, G groups of R heads, H = G R. The heads of a group share B and
-    C, so their columns are put side by side in one product, R P wide, and there are
-    n = c batch G products. Without `out` for y, autograd may follow.
+    Shapes: c chunks, G groups of R heads, H = G R. Without `out`, a place for y,
+    autograd may follow.
     """
     batch, length, H, P = x.shape
     G, N = B.shape[2:]
-    c, R, dtype, grad = length // Q, H // G, x.dtype, out is None
 
-    def cut(t):
-        """`(batch, L, H, …)` to `(c, batch, G, R, Q, …)`, a view."""
-        t = t.reshape(batch, c, Q, G, R, *t.shape[3:]).transpose(0, 1)
-        return t.movedim(2, 4)
+    def cut(t, *heads):
+        """`(batch, L, H or G, …)` to `(c, batch, G[, R], Q, …)`, a view."""
+        t = t.reshape(batch, length // Q, Q, *heads, *t.shape[3:])
+        return t.movedim(2, 2 + len(heads)).transpose(0, 1)
 
-    x, dt = cut(x), cut(dt)[..., None]
-    B, C = (t.reshape(batch, c, Q, G, N).permute(1, 0, 3, 2, 4) for t in (B, C))
+    heads = G, H // G
+    dt, sums = cut(dt, *heads), cut(log_decay, *heads).cumsum(-1)  # from chunk's start
+    from_start = torch.exp2(sums).to(x.dtype)
+    to_end = torch.exp2(sums[..., -1:] - sums).to(x.dtype) * dt
+    parts = cut(x, *heads), dt, cut(B, G), cut(C, G), sums, from_start, to_end
+    out = None if out is None else cut(out, *heads)
+    h = state.reshape(batch, G, -1, N).mT                        # (batch, G, N, R P)
+    span, ys = max(1, MASKS // max(1, batch * H * Q * Q)), []
+    for i in range(0, length // Q, span):
+        now = [p[i : i + span] for p in parts]
+        y, h = _span(*now, h, None if out is None else out[i : i + span])
+        ys.append(y)
+    y = torch.cat(ys) if out is None else out
+    y = y.transpose(0, 1).movedim(4, 2).reshape(batch, length, H, P)
+    return y, h.mT.reshape(batch, H, P, N)
+
+
+def _span(x, dt, B, C, sums, from_start, to_end, h, out):
+    """Some chunks at once. With one: attention, and a state before and after.
+
+    x, y `(c, batch, G, R, Q, P)`; B, C `(c, batch, G, Q, N)`; dt and the decays
+    `(c, batch, G, R, Q)`. The heads of a group share B and C, so their columns are
+    put side by side in one product, R P wide; there are n = c batch G products.
+    """
+    c, batch, G, R, Q, P = x.shape
+    grad, N = out is None, B.shape[-1]
     B, C = B.reshape(-1, Q, N), C.reshape(-1, Q, N)              # (n, Q, N)
-    sums = cut(log_decay).cumsum(-1)                    # since the chunk began
 
     # 1. Inside a chunk: attention with decays for a mask.
     scores = torch.bmm(C, B.mT)[:, None]                         # (n, 1, Q, Q)
-    weights = decay_mask(sums, dtype).reshape(-1, R, Q, Q) * scores
+    weights = decay_mask(sums, x.dtype).reshape(-1, R, Q, Q) * scores
     value = None if grad else x.new_empty(x.shape)
-    value = torch.mul(x, dt, out=value)                   # (c, batch, G, R, Q, P)
+    value = torch.mul(x, dt[..., None], out=value)
     inside = torch.bmm(weights.reshape(-1, Q, Q), value.reshape(-1, Q, P))
 
     # 2. What each chunk alone leaves in the state at its end.
-    to_end = torch.exp2(sums[..., -1:] - sums).to(dtype)[..., None] * dt
     kept = None if grad else x.new_empty(c, batch, G, Q, R, P).transpose(3, 4)
-    kept = torch.mul(x, to_end, out=kept).transpose(3, 4).reshape(-1, Q, R * P)
+    kept = torch.mul(x, to_end[..., None], out=kept)
+    kept = kept.transpose(3, 4).reshape(-1, Q, R * P)
     states = x.new_empty(c + 1, batch, G, N, R * P)
     left = torch.bmm(B.mT, kept, out=None if grad else states[1:].flatten(0, 2))
 
     # 3. Between chunks: the recurrence, one step a chunk.
-    from_start = torch.exp2(sums).to(dtype)[..., None]    # (c, batch, G, R, Q, 1)
-    decay = from_start[..., -1, :].expand(-1, -1, -1, -1, P).reshape(c, batch, G, 1, -1)
-    h = state.reshape(batch, G, R * P, N).mT                     # (batch, G, N, R P)
+    decay = from_start[..., -1].repeat_interleave(P, -1)[..., None, :]
     entering = [states[0].copy_(h)]
     for d, s in zip(decay, left.view(states[1:].shape), strict=True):
         entering.append(torch.addcmul(s, d, entering[-1], out=None if grad else s))
@@ -181,10 +199,8 @@ def _chunks(x, dt, B, C, log_decay, state, Q, out=None):
     # 4. What the state at a chunk's start gives to its steps.
     carried = torch.bmm(C, entering.view(-1, N, R * P))
     carried = carried.view(c, batch, G, Q, R, P).transpose(3, 4)
-    out = None if grad else cut(out)
-    y = torch.addcmul(inside.view(x.shape), carried, from_start, out=out)
-    y = y.movedim(4, 2).transpose(0, 1).reshape(batch, length, H, P)
-    return y, h.mT.reshape(batch, H, P, N)
+    y = torch.addcmul(inside.view(x.shape), carried, from_start[..., None], out=out)
+    return y, h
 
 
 def decay_mask(sums: Tensor, dtype: torch.dtype) -> Tensor:

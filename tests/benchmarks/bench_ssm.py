@@ -12,9 +12,10 @@ and does about the same arithmetic: three operators a step, large enough to hide
 of their launches. So the ratio is bounded by the chunked form's four products. They
 are timed by themselves, and "ceiling" is the ratio if all the rest took no time.
 
-glibc gives every block above 32 MiB back to the system when it is freed, and each
-page of the next one faults. The outputs pass that size between L = 8k and 16k, which
-bends any curve there. The lengths are timed so, and again with freed memory kept.
+glibc gives large blocks back to the system when they are freed, and each page of the
+next one faults. Here it is told to keep them: otherwise who comes after a side that
+freed much pays for it. Blocks above 32 MiB always go back. The outputs pass that size
+between L = 8k and 16k, which bends any curve there, so the lengths are timed both ways.
 """
 from __future__ import annotations
 
@@ -348,6 +349,7 @@ def main() -> int:
     if options.memory:
         report_memory(options.memory)
         return 0
+    keep_freed_memory(True)
     rates, ratios, missed = measure_rates(), {}, 0
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__},"
           f" {torch.get_num_threads()} threads")

@@ -161,9 +161,13 @@ def _stretches(u, delta, A, B, C, h, *, chunk, leaf):
 
 
 def _time_first(x: Tensor) -> Tensor:
-    """`(batch, D, T)` to `(T, batch, 1, D)`. torch is fast at whole matrices only."""
-    rows = x.flatten(0, 1).contiguous()
-    return rows.T.contiguous().reshape(x.shape[2], x.shape[0], 1, x.shape[1])
+    """`(batch, D, T)` to a contiguous `(T, batch, 1, D)`."""
+    batch, D, T = x.shape
+    if x.stride(2) == 1:  # torch transposes contiguous matrices faster than slices
+        x = x.flatten(0, 1).contiguous().T
+    else:
+        x = x.permute(2, 0, 1)
+    return x.contiguous().view(T, batch, 1, D)
 
 
 def recurrence(

@@ -87,7 +87,7 @@ def ssd(
     else:
         state = initial_state.to(dtype)
 
-    if length == 0:
+    if x.numel() == 0:
         y = args[0]
     elif form == "recurrent":
         y, state = _recurrent(*args, log_decay, state)
@@ -153,7 +153,7 @@ def _chunks(x, dt, B, C, log_decay, state, Q, out):
     parts = cut(x, *heads), dt, cut(B, G), cut(C, G), sums, from_start, to_end
     out = None if out is None else cut(out, *heads)
     h = state.reshape(batch, G, -1, N).mT                        # (batch, G, N, R P)
-    span, ys = max(1, MASKS // max(1, batch * H * Q * Q)), []
+    span, ys = max(1, MASKS // (batch * H * Q * Q)), []
     for i in range(0, length // Q, span):
         now = [p[i : i + span] for p in parts]
         y, h = _span(*now, h, None if out is None else out[i : i + span])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import math
 import platform
 import resource
@@ -298,11 +299,14 @@ def take_turns(sides: dict, rounds: int, same: bool = True) -> dict:
             assert error < 1e-5, f"{name}: differs by {error:.1e} of the largest value"
     results.clear()
     times = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()  # as timeit does: the loops make a tensor for every row
     for _ in range(rounds):
         for name, side in sides.items():
             start = perf_counter()
             side()
             times[name].append(perf_counter() - start)
+    gc.enable()
     return {name: median(t) for name, t in times.items()}
 
 

@@ -164,10 +164,8 @@ def _time_first(x: Tensor) -> Tensor:
     """`(batch, D, T)` to a contiguous `(T, batch, 1, D)`."""
     batch, D, T = x.shape
     if x.stride(2) == 1:  # torch transposes contiguous matrices faster than slices
-        x = x.flatten(0, 1).contiguous().T
-    else:
-        x = x.permute(2, 0, 1)
-    return x.contiguous().view(T, batch, 1, D)
+        return x.flatten(0, 1).contiguous().T.contiguous().view(T, batch, 1, D)
+    return x.permute(2, 0, 1).contiguous()[:, :, None]
 
 
 def recurrence(

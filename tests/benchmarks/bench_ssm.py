@@ -229,11 +229,9 @@ def bench_lengths(rounds: int) -> int:
     print("\nTime over length, ms (8 heads of 64; the scan with D=512, N=16)")
     print(f"  {'L':17}" + "".join(f"{L:9}" for L in LENGTHS) + "    slope beyond 4k")
     linear = ("selective scan", "SSD")
-    if kept := keep_freed_memory(False):
-        curves(linear, rounds, "fresh pages for large outputs")
-    kept = kept and keep_freed_memory(True)
-    label = "freed memory kept" if kept else "the allocator as it is"
-    slopes = curves((*linear, "causal attention"), rounds, label)
+    curves(linear, rounds, "fresh pages for large outputs")
+    keep_freed_memory()
+    slopes = curves((*linear, "causal attention"), rounds, "freed memory kept")
     return sum(not 0.9 <= slopes[name] <= 1.1 for name in linear)
 
 
@@ -273,14 +271,12 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def keep_freed_memory(keep: bool) -> bool:
-    """Let glibc keep what is freed, or give large blocks back; False if not glibc."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, TypeError):
-        return False
-    trim, maps = (2**31 - 1, 0) if keep else (2**26, 2**16)
-    return bool(mallopt(-1, trim) and mallopt(-4, maps))  # M_TRIM_THRESHOLD, M_MMAP_MAX
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed, for good. Other libraries are left alone."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
+        mallopt(-4, 0)          # M_MMAP_MAX: no blocks of their own
 
 
 # -- shared -----------------------------------------------------------------------
@@ -353,18 +349,18 @@ def main() -> int:
     if options.memory:
         report_memory(options.memory)
         return 0
-    keep_freed_memory(True)
     rates, ratios, missed = measure_rates(), {}, 0
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__},"
           f" {torch.get_num_threads()} threads")
     with torch.inference_mode():
+        if options.only in (None, "lengths"):
+            missed = bench_lengths(options.rounds)
+        keep_freed_memory()
         if options.only in (None, "scan"):
             ratios |= bench_scan(options.rounds, rates)
         if options.only in (None, "ssd"):
             ratios |= bench_ssd(options.rounds, rates, G=1)
             bench_ssd(options.rounds, rates, G=SSD["H"])
-        if options.only in (None, "lengths"):
-            missed = bench_lengths(options.rounds)
     print()
     for (what, over), ratio in ratios.items():
         target = TARGETS[what, over]

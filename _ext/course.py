@@ -1,6 +1,7 @@
 """The book's Sphinx extension: folded cells, mathematics, hosting.
 
 * Folded cells say what is in them: the setup, a solution, a check.
+* A number and its per cent sign stay on one line.
 * Formulas are typeset by the copy of KaTeX in `_ext/katex`, loaded only by pages that
   have formulas, so that no page asks another host for anything.
 * Buttons that open a notebook on Binder or Colab, and those that lead to the
@@ -58,6 +59,15 @@ def name_them_aloud(app, pagename, templatename, context, doctree) -> None:
     if "body" in context:
         same = ' aria-label="Toggle hidden content"'
         context["body"] = context["body"].replace(same, "")
+
+
+def keep_together(app, doctree) -> None:
+    """Keep a number and its per cent sign on one line."""
+    code = (nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw)
+    for text in list(doctree.findall(nodes.Text)):
+        joined = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", text)
+        if joined != text and not isinstance(text.parent, code):
+            text.parent.replace(text, nodes.Text(joined))
 
 
 def visit_math(translator, node) -> None:
@@ -138,6 +148,7 @@ def setup(app):
     app.connect("config-inited", use_repository, priority=1)
     app.connect("config-inited", use_base_url, priority=1)
     app.connect("source-read", name_folded_cells)
+    app.connect("doctree-read", keep_together)
     app.connect("html-page-context", name_them_aloud)
     app.connect("html-page-context", load_katex)
     app.connect("build-finished", copy_katex)

@@ -228,6 +228,13 @@ def test_mathematics_is_typeset_by_the_local_copy(book):
 
 
 @pytest.mark.slow
+def test_numbers_keep_their_per_cent_sign(book):
+    paragraphs = [p for page in pages(book) for p in parse(page).select("article p")]
+    text = "".join(s for p in paragraphs for s in p.strings if s.parent.name != "span")
+    assert len(re.findall(r"\d\N{NO-BREAK SPACE}%", text)) > 20
+    assert not re.search(r"\d %", text)
+
+
 def test_without_a_public_place_nothing_points_to_one(book):
     if not notebooks.repository_url():
         assert hosting_links(book) == []

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opsbyte.attention import _check
-from opsbyte.attention.dense import accumulator
+from opsbyte.attention.dense import accumulator, wide
 
 
 def check_form(form: str, forms: Iterable[str], chunk: int, T: int) -> int:
@@ -117,7 +117,7 @@ def before(log_decay: Tensor) -> Tensor:
 
 def after(log_decay: Tensor) -> Tensor:
     """Decay from each step, own excluded, to the chunk's end, in logarithms."""
-    total = before(log_decay.double())
+    total = before(wide(log_decay))
     return (total[..., -1:, :] - total).to(log_decay.dtype)
 
 
@@ -127,5 +127,5 @@ def between(log_decay: Tensor) -> Tensor:
     0 where i < j. In float64, like `after`: where large sums cancel, float32 would
     be left with no digit of a weak decay next to a strong one.
     """
-    total = before(log_decay.double())
+    total = before(wide(log_decay))
     return (total - total.mT).to(log_decay.dtype).clamp_(max=0)

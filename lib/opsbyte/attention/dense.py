@@ -123,6 +123,11 @@ def accumulator(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float64, or as it is on Apple's GPUs, which have no float64."""
+    return x if x.device.type == "mps" else x.double()
+
+
 def attention_bytes(
     *,
     batch: int,

@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from opsbyte.attention.dense import wide
 from opsbyte.ssm._check import (
     accumulator,
     check,
@@ -79,7 +80,8 @@ def ssd(
     check_count("chunk", chunk)
 
     dtype = accumulator(x)
-    log_decay = dt.double() * A.double() * LOG2_E                # base 2, (batch, L, H)
+    rate = wide(A.to(dtype)) * LOG2_E                            # base 2, as exp2 is
+    log_decay = wide(dt.to(dtype)) * rate                        # (batch, L, H)
     log_decay = log_decay.clamp(min=-1100)        # where even float64's 2^x is zero
     args = [t.to(dtype) for t in (x, dt, B, C)]
     if initial_state is None:

@@ -1,5 +1,6 @@
-"""Keeps waiting threads from spinning, and says how long each notebook took."""
+"""Keeps waiting threads from spinning; says what each notebook took."""
 import os
+import sys
 from collections import Counter
 
 # Kernels and tests inherit it. Threads that wait by spinning keep the one they
@@ -21,3 +22,8 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("seconds per notebook")
         for file, total in sorted(seconds.items()):
             terminalreporter.write_line(f"{total:6.1f}  {file}")
+        if sys.platform == "linux":
+            import resource  # there is none on Windows; elsewhere it counts bytes
+
+            most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+            terminalreporter.write_line(f"{most / 1e9:6.2f}  GB in the largest")

@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import re
-import resource
 import subprocess
 import sys
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from common import largest_resident_set, rounds
 from opsbyte.attention import (
     PagedKVCache,
     attention,
@@ -40,7 +38,6 @@ from opsbyte.attention import (
     paged_attention,
     paged_bytes,
 )
-from turns import rounds
 
 HEADS, DIM, T = 8, 64, 8192               # prefill
 BATCH, CONTEXT, BLOCK = 32, 2048, 16      # decode
@@ -117,14 +114,6 @@ def peak(name: str) -> int:
     before = largest_resident_set()
     FORMS[name](*tensors)
     return largest_resident_set() - before
-
-
-def largest_resident_set() -> int:
-    """In bytes, of this process since it began."""
-    status = Path("/proc/self/status")
-    if status.exists():                   # Linux: ru_maxrss may be the parent's
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def decode(count: int) -> dict[str, float]:

@@ -11,11 +11,6 @@ measured in the same rounds: FLOPs over the rate of a large matrix product, or
 bytes over the rate of a sum over an array that no cache holds, whichever takes
 longer; once for the chunkwise form and once for the loop, which needs fewer FLOPs.
 
-glibc's allocator is told to keep what is freed. By default it may hand memory
-back to the system, and whether a side then pays for getting it page by page
-depends on what ran before it. Python's garbage collector is off, as in timeit:
-the tens of thousands of views that a loop makes set it off, at twice the time.
-
 Beside each ratio stands the one that the chunkwise form would have at its limit.
 Where that is below the target, as for linear attention on the machine tried, these
 products at torch's own rate cannot reach it. And the limit is a kind one: it counts
@@ -26,8 +21,6 @@ Exit status 1 if a ratio misses its target.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import platform
 import sys
 from collections.abc import Callable
@@ -36,16 +29,15 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from common import keep_freed_memory, rounds
 from opsbyte.attention import (
     gated_delta_rule,
     gated_linear_attention,
     linear_attention,
     linear_bytes,
 )
-from turns import rounds
 
 HEADS, DIM, T = 8, 64, 8192
-KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
 # Least speed-up that we hold ourselves to, by (technique, over what).
 TARGETS = {
     ("linear", "loop"): 15, ("gated", "loop"): 10, ("delta", "loop"): 8,
@@ -199,10 +191,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    if not KEEP.items() <= os.environ.items():   # read when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP)
+    keep_freed_memory()
     torch.set_grad_enabled(False)
-    gc.disable()
     print(f"torch {torch.__version__}, {platform.machine()},"
           f" {torch.get_num_threads()} threads")
     add_definitions()

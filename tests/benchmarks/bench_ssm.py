@@ -12,16 +12,13 @@ and does about the same arithmetic: three operators a step, large enough to hide
 of their launches. So the ratio is bounded by the chunked form's four products. They
 are timed by themselves, and "ceiling" is the ratio if all the rest took no time.
 
-glibc gives large blocks back to the system when they are freed, and each page of the
-next one faults. Here it is told to keep them: otherwise who comes after a side that
-freed much pays for it. Blocks above 32 MiB always go back. The outputs pass that size
-between L = 8k and 16k, which bends any curve there, so the lengths are timed both ways.
+glibc gives freed blocks above 32 MiB back to the system, unless it is told to keep
+them. The outputs pass that size between L = 8k and 16k, which bends any curve there, so
+the lengths are timed both ways.
 """
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import math
 import platform
 import resource
@@ -34,6 +31,7 @@ from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from common import keep_freed_memory, largest_resident_set, rounds
 from opsbyte.ssm import selective_scan, ssd
 
 LOG2_E = math.log2(math.e)
@@ -102,11 +100,11 @@ SCANS = {
 }
 
 
-def bench_scan(rounds: int, rates: dict) -> dict:
+def bench_scan(count: int, rates: dict) -> dict:
     L, D, N = SCAN.values()
     inputs = scan_inputs(**SCAN)
     sides = {name: partial(f, *inputs) for name, f in SCANS.items()}
-    seconds = take_turns(sides, rounds)
+    seconds = take_turns(sides, count)
     print(f"\nSelective scan, batch 1, L={L}, D={D}, N={N}: {L * D * N / 1e6:.1f}"
           f" million exponentials, {4 * L * D * N / 1e6:.0f} MB of states")
     # Per state: decay and write one product each, update, read: 2 FLOPs each. One
@@ -132,14 +130,9 @@ def report_memory(name: str) -> None:
     SCANS[name](*scan_inputs(64, 32, 4))  # load what is loaded late
     inputs = scan_inputs(**SCAN)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-
-    def peak() -> int:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-    before = peak()
+    before = largest_resident_set()
     SCANS[name](*inputs)
-    print(peak() - before)
+    print(largest_resident_set() - before)
 
 
 # -- state space duality ------------------------------------------------------------
@@ -195,7 +188,7 @@ def ssd_transformers(x, dt, A, B, C, *, chunk):
     return mamba2_chunk_scan(x, dt, A, B, C, chunk_size=chunk)
 
 
-def bench_ssd(rounds: int, rates: dict, G: int) -> dict:
+def bench_ssd(count: int, rates: dict, G: int) -> dict:
     L, H, P, N = SSD.values()
     inputs = ssd_inputs(**SSD, G=G)
     sides = {"chunked": partial(ssd, *inputs), "loop": partial(ssd_loop, *inputs)}
@@ -205,7 +198,7 @@ def bench_ssd(rounds: int, rates: dict, G: int) -> dict:
     best = min(tried := take_turns(theirs, 3), key=tried.get)
     sides["transformers"] = theirs[best]
     sides["its products"] = ssd_products(**SSD, G=G, Q=64, chunks=4)
-    seconds = take_turns(sides, rounds)
+    seconds = take_turns(sides, count)
     print(f"\nSSD, batch 1, L={L}, {H} heads of {P}, state {N}, {G} group(s);"
           f" transformers at its best chunk, {best}")
     Q = 64
@@ -224,18 +217,18 @@ def bench_ssd(rounds: int, rates: dict, G: int) -> dict:
 # -- time over length -----------------------------------------------------------------
 
 
-def bench_lengths(rounds: int) -> int:
+def bench_lengths(count: int) -> int:
     """Time against L; the number of slopes beyond 4k that are not 0.9 to 1.1."""
     print("\nTime over length, ms (8 heads of 64; the scan with D=512, N=16)")
     print(f"  {'L':17}" + "".join(f"{L:9}" for L in LENGTHS) + "    slope beyond 4k")
     linear = ("selective scan", "SSD")
-    curves(linear, rounds, "fresh pages for large outputs")
+    curves(linear, count, "fresh pages for large outputs")
     keep_freed_memory()
-    slopes = curves((*linear, "causal attention"), rounds, "freed memory kept")
+    slopes = curves((*linear, "causal attention"), count, "freed memory kept")
     return sum(not 0.9 <= slopes[name] <= 1.1 for name in linear)
 
 
-def curves(names: tuple, rounds: int, label: str) -> dict:
+def curves(names: tuple, count: int, label: str) -> dict:
     """Print a line for each name, and return the slopes."""
     print(f"  {label}:")
     times = {name: [] for name in names}
@@ -251,8 +244,8 @@ def curves(names: tuple, rounds: int, label: str) -> dict:
         quick = {name: sides[name] for name in names if name != "causal attention"}
         slow = {name: sides[name] for name in names if name not in quick}
         faults = page_faults()
-        seconds = take_turns(quick, rounds, same=False)
-        faults = (page_faults() - faults) / (rounds + 1)
+        seconds = take_turns(quick, count, same=False)
+        faults = (page_faults() - faults) / (count + 1)
         seconds |= take_turns(slow, 3 if L <= 8192 else 1, same=False)
         for name, s in seconds.items():
             times[name].append(s)
@@ -271,18 +264,10 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed, for good. Other libraries are left alone."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
-        mallopt(-4, 0)          # M_MMAP_MAX: no blocks of their own
-
-
 # -- shared -----------------------------------------------------------------------
 
 
-def take_turns(sides: dict, rounds: int, same: bool = True) -> dict:
+def take_turns(sides: dict, count: int, same: bool = True) -> dict:
     """Median seconds of each side, after a check that all results agree."""
     results = {name: side() for name, side in sides.items()}
     if same:
@@ -294,16 +279,7 @@ def take_turns(sides: dict, rounds: int, same: bool = True) -> dict:
             error = (result - first).abs().max() / scale
             assert error < 1e-5, f"{name}: differs by {error:.1e} of the largest value"
     results.clear()
-    times = {name: [] for name in sides}
-    gc.collect()
-    gc.disable()  # as timeit does: the loops make a tensor for every row
-    for _ in range(rounds):
-        for name, side in sides.items():
-            start = perf_counter()
-            side()
-            times[name].append(perf_counter() - start)
-    gc.enable()
-    return {name: median(t) for name, t in times.items()}
+    return {name: median(t) for name, t in rounds(sides, count, warm=True).items()}
 
 
 def measure_rates() -> dict:

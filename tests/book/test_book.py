@@ -235,6 +235,7 @@ def test_numbers_keep_their_per_cent_sign(book):
     assert not re.search(r"\d %", text)
 
 
+@pytest.mark.slow
 def test_without_a_public_place_nothing_points_to_one(book):
     if not notebooks.repository_url():
         assert hosting_links(book) == []
